@@ -1,0 +1,1 @@
+"""The runner, the sampler, the step loop and the public LLM class."""

@@ -1,0 +1,1 @@
+"""Decoders, declared per family, and their weights."""

@@ -1,0 +1,1 @@
+"""The pool's memory: one slab, typed streams in it, and the block operations."""
