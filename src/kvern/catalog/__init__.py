@@ -29,10 +29,17 @@ __all__ = [
     "cache_home",
     "fetch",
     "fetch_entry",
+    "is_on_disk",
     "locate",
     "model_path",
     "resolve",
 ]
+
+
+def is_on_disk(entry: CatalogEntry) -> bool:
+    """Whether the entry's file lies in the cache folder with its right size and hash."""
+    path = model_path(entry)
+    return path.is_file() and damage_of(entry, path) is None
 
 
 def locate(model: str | os.PathLike[str]) -> Path:
