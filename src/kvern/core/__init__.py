@@ -1,0 +1,1 @@
+"""Bookkeeping of the cache: pool, tables, prefix index, scheduler. Knows no tensor."""
