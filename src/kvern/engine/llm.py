@@ -1,0 +1,394 @@
+"""The public engine: many requests through one pool, one step at a time."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvern.core.sequence import Request
+from kvern.engine.loading import LoadedModel, load, require_tokenizer
+from kvern.engine.outputs import RequestOutput, StreamDelta
+from kvern.engine.params import SamplingParams
+from kvern.engine.runner import WorkCounters
+from kvern.engine.sampler import Sampling
+from kvern.engine.settings import EngineSettings
+from kvern.engine.tracking import RequestState, Tracker
+from kvern.errors import InputError, IntegrityError, KvernError
+
+Prompt = str | Sequence[int]
+"""A prompt as text or as token ids."""
+
+
+class LLM:
+    """A model with its cache.
+
+    Safe to use from several threads: whoever waits for its own answer takes the next step for everybody.
+
+    Example:
+        >>> with LLM("smollm2") as llm:
+        ...     print(llm.generate("The capital of France is")[0].text)
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "smollm2",
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        settings: EngineSettings | None = None,
+        **options: Any,
+    ) -> None:
+        """Load a model and allocate its pool.
+
+        Args:
+            model: catalogue name, GGUF file or Hugging Face folder.
+            clock: seconds, injected for tests.
+            settings: all settings at once, instead of ``options``.
+            **options: fields of `EngineSettings`: ``kv_format``, ``kv_memory``, ``block_size``,
+                ``enable_prefix_caching``, ``max_num_seqs``, ``max_num_batched_tokens``,
+                ``max_model_len``, ``backend``, ``threads``, ``weights_format``, ``replacement``, ...
+
+        Raises:
+            KvernError: one sentence for whatever is missing, damaged, unknown or too large.
+            TypeError: an option that does not exist.
+        """
+        self.settings = settings or EngineSettings(**options)
+        self._clock = clock
+        self._loaded: LoadedModel | None = load(model, self.settings, clock)
+        self._tracker = Tracker(self._loaded.tokenizer, clock)
+        self._lock = threading.RLock()
+        self._ids = itertools.count()
+
+    # -- asking ------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one prompt or many, all in one batch.
+
+        Args:
+            prompts: text or token ids, or a list of either.
+            params: for all, or one per prompt; default greedy.
+            on_progress: called with (finished, total) after each finished request.
+
+        Returns:
+            One output per prompt, in order.
+
+        Raises:
+            InputError: a prompt or parameter that cannot be served; nothing has run then.
+        """
+        listed = _as_prompts(prompts)
+        each = _as_params(params, len(listed))
+        with self._lock:
+            states = self._submit_all(listed, each)
+        done = 0
+        try:
+            for state in states:
+                while state.output is None:
+                    self._advance(lambda state=state: state.output is not None)
+                done += 1
+                if on_progress is not None:
+                    on_progress(done, len(states))
+        finally:
+            self._forget(states)
+        return [state.output for state in states if state.output is not None]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
+        """Answer one prompt piece by piece; the last piece carries the whole `RequestOutput`.
+
+        Leaving the loop early aborts the request.
+        """
+        with self._lock:
+            (state,) = self._submit_all([prompt], [params or SamplingParams()])
+        return self._deltas(state)
+
+    def _deltas(self, state: RequestState) -> Iterator[StreamDelta]:
+        try:
+            while True:
+                while not state.deltas:
+                    self._advance(lambda: bool(state.deltas))
+                delta = state.deltas.popleft()
+                if delta.text or delta.token_ids or delta.finish_reason or delta.output:
+                    yield delta
+                if delta.output is not None:
+                    return
+        finally:
+            self._forget([state])
+
+    def score(self, prompts: Sequence[Prompt]) -> list[npt.NDArray[np.float64]]:
+        """Log-probabilities of given tokens.
+
+        Args:
+            prompts: token ids or text, each at least two tokens.
+
+        Returns:
+            Per prompt float64 ``[len(ids) - 1]``: the natural log-probability of each token after the first,
+            given those before it. Every position is computed, so no cached prefix is used.
+        """
+        requests: list[Request] = []
+        with self._lock:
+            for prompt in prompts:
+                ids = self.token_ids(prompt)
+                if len(ids) < 2:
+                    raise InputError(f"scoring needs at least 2 tokens, got {len(ids)}")
+                requests.append(self._request(ids, SamplingParams(), needs_all_logits=True))
+            states = [self._add(request, None) for request in requests]
+        try:
+            for state in states:
+                while state.output is None:
+                    self._advance(lambda state=state: state.output is not None)
+            return [self._model.runner.take_scores(state.request_id) for state in states]
+        finally:
+            self._forget(states)
+            for state in states:
+                self._model.runner.take_scores(state.request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; its blocks are given back, what is finished stays in the cache."""
+        with self._lock:
+            self._tracker.consume(self._model.scheduler.abort(request_id), self._finish_sample)
+
+    # -- submitting and stepping: what the async engine builds on ---------------------------------------
+
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> RequestState:
+        """Add a request without waiting for it; see `step`. Raises InputError as `generate`."""
+        with self._lock:
+            ids = self.token_ids(prompt)
+            request = self._request(ids, params or SamplingParams(), request_id=request_id)
+            return self._add(request, prompt if isinstance(prompt, str) else None)
+
+    def release(self, state: RequestState) -> None:
+        """Forget a submitted request; aborts it when it still runs."""
+        self._forget([state])
+
+    def step(self) -> bool:
+        """Plan, execute and commit one step for all requests; False when there was nothing to do."""
+        with self._lock:
+            scheduler = self._model.scheduler
+            plan = scheduler.plan()
+            if plan.is_empty and not scheduler.has_work:
+                return False
+            try:
+                result = self._model.runner.execute(plan)
+            except BaseException:
+                scheduler.discard(plan)
+                raise
+            failures = self._model.runner.take_failures()
+            for request_id, sentence in failures.items():
+                if request_id in self._tracker.requests:
+                    self._tracker.requests[request_id].error = sentence
+            self._tracker.consume(scheduler.commit(plan, result), self._finish_sample)
+            for request_id in failures:
+                self.abort(request_id)
+            return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request waits or runs."""
+        with self._lock:
+            return self._model.scheduler.has_work
+
+    def _advance(self, is_ready: Callable[[], bool]) -> None:
+        """One step, unless another thread's step has already brought what the caller waits for."""
+        with self._lock:
+            if not is_ready() and not self.step():
+                raise IntegrityError("a request is lost: it has no result and nothing is left to do")
+
+    def _finish_sample(self, request_id: str, sample_index: int, reason: str) -> None:
+        events = self._model.scheduler.finish(request_id, sample_index, reason)
+        self._tracker.consume(events, self._finish_sample)
+
+    def _submit_all(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> list[RequestState]:
+        """Check every prompt before adding any, so that a bad one leaves nothing behind."""
+        requests = [
+            self._request(self.token_ids(prompt), each)
+            for prompt, each in zip(prompts, params, strict=True)
+        ]
+        for request in requests:
+            self._model.scheduler.check_admissible(request)
+        texts = (prompt if isinstance(prompt, str) else None for prompt in prompts)
+        return [self._add(request, text) for request, text in zip(requests, texts, strict=True)]
+
+    def _request(
+        self,
+        ids: npt.NDArray[np.int32],
+        params: SamplingParams,
+        request_id: str | None = None,
+        needs_all_logits: bool = False,
+    ) -> Request:
+        tokenizer = self._model.tokenizer
+        ends = frozenset() if tokenizer is None or params.ignore_eos else tokenizer.eos_ids
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        return Request(
+            request_id=request_id or f"request-{next(self._ids)}",
+            prompt=ids,
+            max_tokens=0 if needs_all_logits else params.max_tokens,
+            stop_token_ids=ends | frozenset(params.stop_token_ids),
+            n=params.n,
+            beam_width=params.beam_width if params.beam_width > 1 else 0,
+            beam_length_penalty=params.length_penalty,
+            priority=params.priority,
+            cache_salt=params.cache_salt,
+            needs_all_logits=needs_all_logits,
+            sampling=Sampling(params, seed),
+        )
+
+    def _add(self, request: Request, text: str | None) -> RequestState:
+        sampling = request.sampling
+        if sampling.params.stop and self._model.tokenizer is None:
+            require_tokenizer(self._model)
+        state = RequestState(
+            request_id=request.request_id,
+            prompt=text,
+            prompt_token_ids=tuple(int(t) for t in request.prompt),
+            sampling=sampling,
+            stops=tuple(sampling.params.stop),
+            arrived_s=self._clock(),
+        )
+        self._model.scheduler.add(request)
+        self._tracker.requests[request.request_id] = state
+        return state
+
+    def _forget(self, states: Sequence[RequestState]) -> None:
+        with self._lock:
+            for state in states:
+                if state.output is None and state.request_id in self._tracker.requests:
+                    self.abort(state.request_id)
+                self._tracker.requests.pop(state.request_id, None)
+
+    # -- text ----------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's `kvern.text.Tokenizer`. Raises ModelError when it has none."""
+        return require_tokenizer(self._model)
+
+    def token_ids(self, prompt: Prompt) -> npt.NDArray[np.int32]:
+        """A prompt as token ids, int32.
+
+        Raises:
+            InputError: it is empty, or a token id is not in the vocabulary.
+        """
+        if isinstance(prompt, str):
+            ids: Sequence[int] = require_tokenizer(self._model).encode(prompt)
+        else:
+            ids = prompt
+        if len(ids) == 0:
+            raise InputError("the prompt is empty: give at least one token")
+        vocab_size = self._model.decoder.config.vocab_size
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer):
+                raise InputError(f"token id {token!r} is not a whole number")
+            if not 0 <= token < vocab_size:
+                raise InputError(
+                    f"token id {token} is outside the model's vocabulary of {vocab_size:,} tokens"
+                )
+        return np.array(ids, np.int32)
+
+    # -- explaining ----------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> LoadedModel:
+        """What is loaded: paths, specs, pool, backend. Raises KvernError after `close`."""
+        return self._model
+
+    @property
+    def _model(self) -> LoadedModel:
+        if self._loaded is None:
+            raise KvernError("this LLM is closed: make a new one")
+        return self._loaded
+
+    @property
+    def work(self) -> WorkCounters:
+        """Tokens and products computed so far, counted where they are computed."""
+        return self._model.runner.counters
+
+    @property
+    def kv_info(self) -> dict[str, Any]:
+        """The pool in figures: format, block_size, bytes_per_token, blocks and bytes, total and used.
+
+        Used counts what requests hold and what is kept for later ones.
+        """
+        plan, stats = self._model.kv_plan, self.stats()
+        used = stats.blocks_in_use + stats.blocks_cached
+        spec = self._model.spec.with_kv_format(self.settings.kv_format)
+        return {
+            "format": self.settings.kv_format,
+            "block_size": self.settings.block_size,
+            "bytes_per_token": spec.kv_bytes_per_token,
+            "blocks_total": plan.num_blocks,
+            "blocks_used": used,
+            "bytes_total": self._model.store.nbytes,
+            "bytes_used": used * plan.page_bytes,
+        }
+
+    def stats(self) -> Any:
+        """A snapshot of the cache's counters, `kvern.core.stats.CacheStats`."""
+        with self._lock:
+            return self._model.scheduler.stats()
+
+    def check_integrity(self, repair: bool = False) -> Any:
+        """Verify pool, tables and index against each other; see `Scheduler.check_integrity`."""
+        with self._lock:
+            return self._model.scheduler.check_integrity(repair=repair)
+
+    def reset_cache(self) -> None:
+        """Forget every cached block that no request holds."""
+        with self._lock:
+            self._model.scheduler.clear_cache()
+
+    def close(self) -> None:
+        """Abort what runs and give the memory back. Further use raises KvernError."""
+        with self._lock:
+            if self._loaded is None:
+                return
+            for request_id in list(self._tracker.requests):
+                self.abort(request_id)
+            self._loaded = None
+
+    def __enter__(self) -> LLM:
+        """Use as a context manager; closes at the end."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or a list of prompts, as a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    listed = list(prompts)
+    if not listed or isinstance(listed[0], int | np.integer):
+        return [listed]  # type: ignore[list-item]
+    return listed  # type: ignore[return-value]
+
+
+def _as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise InputError(f"{len(params)} sampling parameters for {count} prompts: give one, or one each")
+    return list(params)

@@ -1,0 +1,156 @@
+"""From a model's name or path to everything that runs it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvern import catalog
+from kvern.core.scheduler import HashContext, Scheduler, SchedulerConfig
+from kvern.engine.backends import make_backend
+from kvern.engine.runner import Runner
+from kvern.engine.settings import EngineSettings
+from kvern.errors import ModelError, UsageError
+from kvern.kernels.protocol import Backend
+from kvern.models.decoder import Decoder
+from kvern.models.families import family_of
+from kvern.models.weights import WeightSource, open_weights
+from kvern.spec.configs import load_model_spec, read_config
+from kvern.spec.gguf import GGUFHeader, read_header
+from kvern.spec.groups import KVPlan, make_kv_plan
+from kvern.spec.layers import ModelSpec
+from kvern.store.pool import PagedStore
+from kvern.text import Tokenizer
+
+FINGERPRINT_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Everything behind one engine."""
+
+    path: Path
+    spec: ModelSpec
+    backend: Backend
+    decoder: Decoder
+    tokenizer: Tokenizer | None
+    kv_plan: KVPlan
+    store: PagedStore
+    runner: Runner
+    scheduler: Scheduler
+    max_model_len: int
+    weights_bytes: int
+    load_s: float
+
+
+def load(
+    model: str | Path, settings: EngineSettings, clock: Callable[[], float] = time.monotonic
+) -> LoadedModel:
+    """Load a model.
+
+    Args:
+        model: catalogue name (fetched when absent), GGUF file or Hugging Face folder.
+        settings: see there.
+        clock: seconds, for the scheduler.
+
+    Raises:
+        KvernError: one sentence for whatever is missing, damaged, unknown or too large.
+    """
+    started = time.perf_counter()
+    path = catalog.resolve(str(model))
+    header = None if path.is_dir() else read_header(path)
+    config = read_config(header or path)
+    architecture = None if header is None else str(header.metadata["general.architecture"])
+    family = family_of(config, architecture)
+    decoder_config = family.describe(config)
+    spec = load_model_spec(header or path)
+    max_model_len = _context(settings, decoder_config.max_positions)
+    kv_plan = make_kv_plan(
+        spec,
+        settings.kv_format,
+        settings.block_size,
+        settings.kv_memory_bytes,
+        max_num_seqs=settings.max_num_seqs,
+    )
+    backend = make_backend(settings.backend, settings.threads)
+    source = open_weights(path, header)
+    decoder = Decoder(decoder_config, family, source, backend, settings.weights_format)
+    store = PagedStore(kv_plan)
+    scheduler = Scheduler(
+        kv_plan,
+        SchedulerConfig(
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            enable_prefix_caching=settings.enable_prefix_caching and not settings.no_cache,
+            replacement=settings.replacement,
+            max_chunk_tokens=settings.max_chunk_tokens,
+            no_cache=settings.no_cache,
+        ),
+        HashContext(
+            model=fingerprint(source),
+            numerics=backend.numerics_tag(settings.weights_format),
+            kv_format=settings.kv_format,
+        ),
+        clock=clock,
+    )
+    return LoadedModel(
+        path=path,
+        spec=spec,
+        backend=backend,
+        decoder=decoder,
+        tokenizer=_tokenizer(path, header),
+        kv_plan=kv_plan,
+        store=store,
+        runner=Runner(decoder, store, settings.max_num_batched_tokens),
+        scheduler=scheduler,
+        max_model_len=max_model_len,
+        weights_bytes=source.nbytes,
+        load_s=time.perf_counter() - started,
+    )
+
+
+def _context(settings: EngineSettings, model_limit: int) -> int:
+    asked = settings.max_model_len
+    if asked is not None and asked > model_limit:
+        raise UsageError(
+            f"a context of {asked:,} tokens is longer than the model's limit of {model_limit:,}: "
+            f"ask for at most {model_limit:,}"
+        )
+    return asked or model_limit
+
+
+def _tokenizer(path: Path, header: GGUFHeader | None) -> Tokenizer | None:
+    """The model's tokenizer; None for a folder without one (token ids then work, text does not)."""
+    if header is not None:
+        return Tokenizer.from_gguf(header.metadata)
+    return Tokenizer.from_file(path) if (path / "tokenizer.json").exists() else None
+
+
+def fingerprint(source: WeightSource) -> bytes:
+    """Which weights these are: names, types, shapes and a sample of every tensor's bytes, hashed.
+
+    It tells models apart that share a pool's index. It reads a few KiB per tensor, not the whole file.
+    """
+    digest = hashlib.blake2b(digest_size=16, person=b"kvern-weights")
+    for name in sorted(source.tensors):
+        tensor = source.tensors[name]
+        digest.update(f"{name}\0{tensor.type}\0{tensor.shape}\0{tensor.nbytes}\0".encode())
+        data = source.raw(name)
+        digest.update(np.ascontiguousarray(data[:FINGERPRINT_SAMPLE_BYTES]))
+        digest.update(np.ascontiguousarray(data[-FINGERPRINT_SAMPLE_BYTES:]))
+    return digest.digest()
+
+
+def require_tokenizer(model: LoadedModel) -> Tokenizer:
+    """The tokenizer, or a sentence that says what to do without one."""
+    if model.tokenizer is None:
+        raise ModelError(
+            f"{model.path} has no tokenizer.json: add it, or pass prompts as token ids"
+        )
+    return model.tokenizer

@@ -1,0 +1,75 @@
+"""The engine's settings, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvern.errors import UsageError
+from kvern.spec.budget import parse_size
+
+BACKENDS = ("auto", "native", "reference", "torch")
+WEIGHTS_FORMATS = ("auto", "fp32")
+DEFAULT_KV_MEMORY = "256MiB"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How an engine runs.
+
+    Attributes:
+        kv_format: stored form of keys and values: ``bf16``, ``fp16``, ``fp32``.
+        kv_memory: bytes of the pool, or text such as ``512MiB``.
+        block_size: tokens per block.
+        enable_prefix_caching: whether finished blocks can be found again.
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: tokens that one step computes at most.
+        max_model_len: longest prompt plus answer; None: the model's own limit.
+        backend: ``auto`` takes native where it is built, else reference.
+        threads: of the native backend; None: one per core this process may use.
+        weights_format: ``auto`` reads the stored form, ``fp32`` decodes it (exact, slow, larger).
+        replacement: which cached block is reused first: ``lru``, ``lfu``, ``fifo``, ``slru``, ...
+        max_chunk_tokens: tokens of one prompt that one step computes at most; None: no further limit.
+        no_cache: recompute everything at every step (to compare; slow).
+    """
+
+    kv_format: str = "bf16"
+    kv_memory: int | str = DEFAULT_KV_MEMORY
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    max_model_len: int | None = None
+    backend: str = "auto"
+    threads: int | None = None
+    weights_format: str = "auto"
+    replacement: str = "lru"
+    max_chunk_tokens: int | None = None
+    no_cache: bool = False
+
+    def __post_init__(self) -> None:
+        """Check.
+
+        Raises:
+            UsageError: names the setting, its value and what is allowed.
+        """
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+            _require_positive(name, getattr(self, name))
+        for name in ("max_model_len", "threads", "max_chunk_tokens"):
+            if getattr(self, name) is not None:
+                _require_positive(name, getattr(self, name))
+        if self.backend not in BACKENDS:
+            raise UsageError(f"backend {self.backend!r} is unknown: choose {', '.join(BACKENDS)}")
+        if self.weights_format not in WEIGHTS_FORMATS:
+            raise UsageError(
+                f"weights_format {self.weights_format!r} is unknown: choose {', '.join(WEIGHTS_FORMATS)}"
+            )
+
+    @property
+    def kv_memory_bytes(self) -> int:
+        """`kv_memory` in bytes."""
+        return parse_size(self.kv_memory) if isinstance(self.kv_memory, str) else self.kv_memory
+
+
+def _require_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} is {value!r}: it must be a whole number, at least 1")

@@ -1,0 +1,126 @@
+"""Rotary frequencies and their cos/sin tables, with the scaling kinds that depend on no length.
+
+Frequencies and angles are float32, as in the models' own training code; a table row depends on its position
+alone, so growing a table never changes an existing row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvern.errors import ModelError, UnsupportedModelError
+from kvern.models.config import RopeConfig
+
+F32 = npt.NDArray[np.float32]
+
+SCALING_KINDS = ("default", "linear", "llama3", "yarn")
+MINIMUM_ROWS = 1024
+
+
+def scaling_kind(scaling: Mapping[str, Any]) -> str:
+    """The name of a ``rope_scaling`` entry; older files say ``type``, newer ``rope_type``."""
+    return str(scaling.get("rope_type", scaling.get("type", "default")) or "default")
+
+
+def frequencies(rope: RopeConfig, factors: F32 | None = None) -> tuple[F32, float]:
+    """Inverse frequencies and the factor on cos and sin.
+
+    Args:
+        rope: base, dimension and scaling.
+        factors: divisors per frequency that a file carries ready-made, float32 ``[rotary_dim / 2]``.
+
+    Returns:
+        float32 ``[rotary_dim / 2]`` radians per position, and the attention factor (1 except yarn).
+
+    Raises:
+        UnsupportedModelError: an unknown scaling kind, or one that depends on the sequence's length.
+    """
+    exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
+    plain = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
+    if factors is not None:
+        return (plain / factors).astype(np.float32), 1.0
+    kind = scaling_kind(rope.scaling)
+    try:
+        if kind == "default":
+            return plain, 1.0
+        if kind == "linear":
+            return (plain / np.float32(rope.scaling["factor"])).astype(np.float32), 1.0
+        if kind == "llama3":
+            return _llama3(plain, rope), 1.0
+        if kind == "yarn":
+            return _yarn(plain, rope)
+    except KeyError as missing:
+        raise ModelError(f"rope_scaling of kind {kind} lacks the field {missing}") from None
+    raise UnsupportedModelError(
+        f"rope scaling kind {kind!r} is not one that kvern computes ({', '.join(SCALING_KINDS)})"
+    )
+
+
+def _original_length(rope: RopeConfig) -> float:
+    length = rope.scaling.get("original_max_position_embeddings", rope.original_max_positions)
+    if length is None:
+        raise KeyError("original_max_position_embeddings")
+    return float(length)
+
+
+def _llama3(plain: F32, rope: RopeConfig) -> F32:
+    """Llama 3.1: long wavelengths divided by the factor, short ones kept, a linear blend between."""
+    factor = float(rope.scaling["factor"])
+    low, high = float(rope.scaling["low_freq_factor"]), float(rope.scaling["high_freq_factor"])
+    turns = _original_length(rope) * plain / np.float32(2 * math.pi)
+    blend = np.clip((turns - low) / (high - low), 0, 1).astype(np.float32)
+    return ((1 - blend) * plain / np.float32(factor) + blend * plain).astype(np.float32)
+
+
+def _yarn(plain: F32, rope: RopeConfig) -> tuple[F32, float]:
+    """YaRN (Peng et al. 2023, section 3.2): interpolate by wavelength, and scale attention."""
+    scaling, dim = rope.scaling, rope.rotary_dim
+    factor = float(scaling["factor"])
+    length = _original_length(rope)
+
+    def dim_of(turns: float) -> float:
+        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = dim_of(float(scaling.get("beta_fast", 32)))
+    high = dim_of(float(scaling.get("beta_slow", 1)))
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (np.arange(dim // 2, dtype=np.float32) - low) / max(high - low, 0.001)
+    keep = (1 - np.clip(ramp, 0, 1)).astype(np.float32)
+    inverse = (plain / np.float32(factor) * (1 - keep) + plain * keep).astype(np.float32)
+    return inverse, _yarn_attention_factor(scaling, factor)
+
+
+def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
+    def magnitude(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return magnitude(float(scaling["mscale"])) / magnitude(float(scaling["mscale_all_dim"]))
+    return magnitude(1.0)
+
+
+class RopeTable:
+    """cos and sin for positions 0, 1, ...; grows by doubling up to what a step needs."""
+
+    def __init__(self, rope: RopeConfig, factors: F32 | None = None) -> None:
+        """Args: rope: which rotation; factors: see `frequencies`."""
+        self.inverse_frequencies, self.attention_factor = frequencies(rope, factors)
+        self.cos = self.sin = np.empty((0, len(self.inverse_frequencies)), np.float32)
+
+    def cover(self, num_positions: int) -> tuple[F32, F32]:
+        """cos and sin, float32 ``[at least num_positions, rotary_dim / 2]``."""
+        if num_positions > len(self.cos):
+            rows = max(MINIMUM_ROWS, 1 << (num_positions - 1).bit_length())
+            angles = np.arange(rows, dtype=np.float32)[:, None] * self.inverse_frequencies
+            factor = np.float32(self.attention_factor)
+            self.cos, self.sin = np.cos(angles) * factor, np.sin(angles) * factor
+        return self.cos, self.sin

@@ -1,0 +1,117 @@
+"""Weights as they lie in their files: memory-mapped, read when used, each shape checked against its need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvern.errors import ModelError, UnsupportedModelError
+from kvern.kernels.dequant import ELEMENT_TYPES, dequantize
+from kvern.kernels.protocol import HostTensor
+from kvern.spec import gguf, safetensors
+
+U8 = npt.NDArray[np.uint8]
+F32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies: ``data[offset : offset + nbytes]`` of a mapped file.
+
+    `shape` is rows first, as in ``[out_features, in_features]``.
+    """
+
+    type: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+
+class WeightSource:
+    """The tensors of one model, from a GGUF file or from safetensors files."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, StoredTensor], is_gguf: bool) -> None:
+        """Args: path: for messages; tensors: by name; is_gguf: which naming the file uses."""
+        self.path = path
+        self.is_gguf = is_gguf
+        self.tensors = tensors
+        self._maps: dict[Path, U8] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors as stored."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def _bytes(self, tensor: StoredTensor) -> U8:
+        if tensor.file not in self._maps:
+            self._maps[tensor.file] = np.memmap(tensor.file, np.uint8, "r").view(np.ndarray)
+        return self._maps[tensor.file][tensor.offset : tensor.offset + tensor.nbytes]
+
+    def raw(self, name: str) -> U8:
+        """A tensor's bytes as stored, ``uint8 [nbytes]``, not copied."""
+        return self._bytes(self.tensors[name])
+
+    def matrix(self, name: str, rows: int, cols: int) -> HostTensor:
+        """A matrix ``[rows, cols]`` by name, not copied.
+
+        Raises:
+            ModelError: it is missing or has another shape.
+            UnsupportedModelError: its element type is not one that kvern reads.
+        """
+        tensor = self._find(name, (rows, cols))
+        return HostTensor(name, tensor.type, rows, cols, self._bytes(tensor))
+
+    def vector(self, name: str, size: int) -> F32:
+        """A vector by name, decoded to float32. Raises as `matrix`."""
+        tensor = self._find(name, (size,))
+        return dequantize(self._bytes(tensor), tensor.type, 1, size)[0]
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise ModelError(f"{self.path} has no tensor {name}, which the model needs")
+        if tuple(tensor.shape) != shape:
+            have, need = (" x ".join(map(str, s)) for s in (tensor.shape, shape))
+            raise ModelError(f"tensor {name} of {self.path} is {have}; the configuration needs {need}")
+        if tensor.type not in ELEMENT_TYPES:
+            raise UnsupportedModelError(
+                f"tensor {name} of {self.path} is stored as {tensor.type}; "
+                f"kvern reads {', '.join(ELEMENT_TYPES)}"
+            )
+        return tensor
+
+
+def open_weights(path: Path, header: Any = None) -> WeightSource:
+    """The weights of a GGUF file or a Hugging Face folder; reads headers only.
+
+    Args:
+        path: the file or folder.
+        header: an already parsed GGUF header, to read it once.
+
+    Raises:
+        FileFormatError: a damaged file. ModelError: a folder without weights.
+    """
+    if path.is_dir():
+        return WeightSource(path, _folder_tensors(path), is_gguf=False)
+    header = header or gguf.read_header(path)
+    tensors = {
+        name: StoredTensor(info.type, tuple(info.shape), path, info.offset, info.nbytes)
+        for name, info in header.tensors.items()
+    }
+    return WeightSource(path, tensors, is_gguf=True)
+
+
+def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
+    return {
+        name: StoredTensor(info.type, tuple(info.shape), info.file, info.offset, info.nbytes)
+        for name, info in safetensors.read_folder(folder).items()
+    }

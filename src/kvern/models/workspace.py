@@ -1,0 +1,124 @@
+"""The decoder's activations: allocated once for the largest step, handed out as views per step size.
+
+A step of T tokens uses the first T rows of every buffer. Buffers are C-contiguous, so a view of T rows is
+too, and the same T always gets the same addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvern.models.config import DecoderConfig, LayerConfig
+
+F32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBuffers:
+    """Views for one attention and feed-forward geometry; several layers share them.
+
+    Attributes:
+        qkv: ``[T, (heads + 2 * kv heads) * dim]``, what the stacked projection writes.
+        q, k, v: views of it, ``[T, heads, dim]``, token stride that of `qkv`.
+        attended: ``[T, heads, value_dim]``, and `attended_rows` the same as ``[T, heads * value_dim]``.
+        gate_up: ``[T, 2 * intermediate]``.
+        activated: ``[T, intermediate]``.
+    """
+
+    qkv: F32
+    q: F32
+    k: F32
+    v: F32
+    attended: F32
+    attended_rows: F32
+    gate_up: F32
+    activated: F32
+
+
+@dataclass(frozen=True, slots=True)
+class StepBuffers:
+    """All views for steps of T tokens; `hidden`, `normed` and `delta` are ``[T, hidden_size]``."""
+
+    hidden: F32
+    normed: F32
+    delta: F32
+    layers: Sequence[LayerBuffers]
+
+
+class Workspace:
+    """Every activation buffer of one decoder."""
+
+    MAX_REMEMBERED = 64
+
+    def __init__(self, config: DecoderConfig, max_tokens: int) -> None:
+        """Allocate for steps of up to ``max_tokens`` tokens."""
+        self.max_tokens = max_tokens
+        self._layers = config.layers
+        self._hidden_size = config.hidden_size
+        self._flat = {
+            name: np.empty(max_tokens * width, np.float32) for name, width in self._widths().items()
+        }
+        self._views: dict[int, StepBuffers] = {}
+
+    def _widths(self) -> dict[str, int]:
+        layers = self._layers
+        return {
+            "hidden": self._hidden_size,
+            "normed": self._hidden_size,
+            "delta": self._hidden_size,
+            "qkv": max(qkv_width(layer) for layer in layers),
+            "attended": max(layer.num_heads * layer.value_dim for layer in layers),
+            "gate_up": max(2 * layer.intermediate_size for layer in layers),
+            "activated": max(layer.intermediate_size for layer in layers),
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(buffer.nbytes for buffer in self._flat.values())
+
+    def rows(self, num_tokens: int) -> StepBuffers:
+        """The views for a step of ``num_tokens`` tokens; the same objects every time."""
+        views = self._views.get(num_tokens)
+        if views is None:
+            if len(self._views) >= self.MAX_REMEMBERED:
+                del self._views[next(iter(self._views))]
+            views = self._views[num_tokens] = self._make(num_tokens)
+        return views
+
+    def _make(self, num_tokens: int) -> StepBuffers:
+        made: dict[LayerConfig, LayerBuffers] = {}
+        for layer in set(self._layers):
+            made[layer] = self._layer_views(num_tokens, layer)
+        hidden, normed, delta = (
+            self._view(name, num_tokens, self._hidden_size) for name in ("hidden", "normed", "delta")
+        )
+        return StepBuffers(hidden, normed, delta, [made[layer] for layer in self._layers])
+
+    def _view(self, name: str, num_tokens: int, width: int) -> F32:
+        return self._flat[name][: num_tokens * width].reshape(num_tokens, width)
+
+    def _layer_views(self, num_tokens: int, layer: LayerConfig) -> LayerBuffers:
+        qkv = self._view("qkv", num_tokens, qkv_width(layer))
+        q_end = layer.num_heads * layer.key_dim
+        k_end = q_end + layer.num_kv_heads * layer.key_dim
+        attended_rows = self._view("attended", num_tokens, layer.num_heads * layer.value_dim)
+        return LayerBuffers(
+            qkv=qkv,
+            q=qkv[:, :q_end].reshape(num_tokens, layer.num_heads, layer.key_dim),
+            k=qkv[:, q_end:k_end].reshape(num_tokens, layer.num_kv_heads, layer.key_dim),
+            v=qkv[:, k_end:].reshape(num_tokens, layer.num_kv_heads, layer.value_dim),
+            attended=attended_rows.reshape(num_tokens, layer.num_heads, layer.value_dim),
+            attended_rows=attended_rows,
+            gate_up=self._view("gate_up", num_tokens, 2 * layer.intermediate_size),
+            activated=self._view("activated", num_tokens, layer.intermediate_size),
+        )
+
+
+def qkv_width(layer: LayerConfig) -> int:
+    """Columns of the stacked q, k and v projection."""
+    return layer.num_heads * layer.key_dim + layer.num_kv_heads * (layer.key_dim + layer.value_dim)
