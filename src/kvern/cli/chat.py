@@ -6,9 +6,9 @@ import argparse
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvern.cli.conversation import Conversation
 from kvern.cli.engine_options import (
@@ -23,7 +23,7 @@ from kvern.errors import InputError, KvernError, ModelError
 
 if TYPE_CHECKING:
     from kvern import LLM, SamplingParams
-    from kvern.engine.outputs import RequestOutput
+    from kvern.engine.outputs import RequestOutput, StreamDelta
 
 HELP = "/reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 PROMPT = "> "
@@ -115,7 +115,7 @@ class ChatSession:
         output: RequestOutput | None = None
         with (
             _deferred_interrupt() as interrupted,
-            contextlib.closing(self._llm.stream(prompt_ids, self._params)) as deltas,
+            contextlib.closing(self._start(prompt_ids)) as deltas,
         ):
             for delta in deltas:
                 answer_ids.extend(delta.token_ids)
@@ -133,6 +133,10 @@ class ChatSession:
         text = "".join(pieces)
         self._conversation.keep(question, prompt_ids, answer_ids, text)
         self._remember(question, text, output)
+
+    def _start(self, prompt_ids: list[int]) -> Generator[StreamDelta, None, None]:
+        stream = self._llm.stream(prompt_ids, self._params)
+        return cast("Generator[StreamDelta, None, None]", stream)
 
     def _remember(self, question: str, text: str, output: RequestOutput | None) -> None:
         turn: dict[str, Any] = {"user": question, "text": text, "finish_reason": "abort"}

@@ -1,11 +1,11 @@
-"""A conversation as token ids that only ever grow, so that the cache can serve its whole past.
+r"""A conversation as token ids that only ever grow, so that the cache can serve its whole past.
 
 Rendering the whole history anew at each turn can give other ids than the model produced: text does
-not always tokenise the way it was generated. So the ids that went in and came out are kept, and only
-what the template adds after the last answer is tokenised:
+not always tokenise the way it was generated. So the ids that went in and came out are kept, and
+only what the template adds after the last answer is tokenised:
 
     ids kept:   [ prompt of turn 1 | answer 1 ]
-    turn 2:     [ prompt of turn 1 | answer 1 | "<|im_end|>\\n<|im_start|>user\\n...assistant\\n" ]
+    turn 2:     [ prompt of turn 1 | answer 1 | "<|im_end|>\n<|im_start|>user\n...assistant\n" ]
 
 If a template rewrites its past (drops earlier reasoning, say), the history is rendered anew, and
 the cache serves what is still equal.

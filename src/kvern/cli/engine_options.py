@@ -12,7 +12,7 @@ from kvern.catalog import DEFAULT_MODEL, StderrProgress, resolve
 if TYPE_CHECKING:
     from kvern import LLM, SamplingParams
 
-# flag's name in the parsed arguments -> keyword of LLM; flags that were not given keep LLM's defaults
+# flag's name in the parsed arguments -> keyword of LLM; what was not given keeps LLM's default
 _ENGINE_KEYWORDS = {
     "kv_format": "kv_format",
     "kv_memory": "kv_memory",
@@ -88,8 +88,11 @@ def load_engine(args: argparse.Namespace) -> LLM:
 
     progress = StderrProgress()
     path = resolve(args.model, progress=progress)
-    warnings.showwarning = _warn_in_one_line
-    return LLM(str(path), **_given(args, _ENGINE_KEYWORDS))
+    with warnings.catch_warnings(record=True) as caught:
+        llm = LLM(str(path), **_given(args, _ENGINE_KEYWORDS))
+    for warning in caught:
+        print(f"warning: {' '.join(str(warning.message).split())}", file=sys.stderr)
+    return llm
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -106,7 +109,3 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 def _given(args: argparse.Namespace, keywords: dict[str, str]) -> dict[str, Any]:
     values = {keyword: getattr(args, name) for name, keyword in keywords.items()}
     return {keyword: value for keyword, value in values.items() if value is not None}
-
-
-def _warn_in_one_line(message: Warning | str, *_: Any) -> None:
-    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)

@@ -80,8 +80,8 @@ def turn_line(output: RequestOutput) -> str:
     """What `chat --stats` prints after an answer."""
     timing = output.timing
     return (
-        f"[{len(output.prompt_token_ids):,} prompt tokens, {output.cached_tokens:,} from the cache; "
-        f"{output.num_completion_tokens:,} new; first after {timing.ttft_s:.2f} s"
+        f"[{len(output.prompt_token_ids):,} prompt tokens, {output.cached_tokens:,} of them from "
+        f"the cache; {output.num_completion_tokens:,} new; first after {timing.ttft_s:.2f} s"
         f"{_rate(timing.tpot_s)}]"
     )
 

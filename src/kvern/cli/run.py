@@ -90,7 +90,7 @@ def _request_of(llm: LLM, prompt: str, *, raw: bool) -> str | list[int]:
     if llm.tokenizer.chat_template is None:
         print("note: the model has no chat template; completing the bare text", file=sys.stderr)
         return prompt
-    return llm.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+    return list(llm.tokenizer.apply_chat_template([{"role": "user", "content": prompt}]))
 
 
 def _stream(
