@@ -27,7 +27,7 @@ class RopeConfig:
 
     theta: float
     rotary_dim: int
-    scaling: Mapping[str, Any] = field(default_factory=dict)
+    scaling: Mapping[str, Any] = field(default_factory=dict, hash=False)
     original_max_positions: int | None = None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,8 @@ from kvern.errors import ModelError, UnsupportedModelError
 from kvern.kernels.dequant import ELEMENT_TYPES, dequantize
 from kvern.kernels.protocol import HostTensor
 from kvern.spec import gguf, safetensors
+from kvern.spec.gguf import GGUFHeader
+from kvern.spec.safetensors import SafetensorsHeader
 
 U8 = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
@@ -90,7 +91,7 @@ class WeightSource:
         return tensor
 
 
-def open_weights(path: Path, header: Any = None) -> WeightSource:
+def open_weights(path: Path, header: GGUFHeader | None = None) -> WeightSource:
     """The weights of a GGUF file or a Hugging Face folder; reads headers only.
 
     Args:
@@ -101,17 +102,14 @@ def open_weights(path: Path, header: Any = None) -> WeightSource:
         FileFormatError: a damaged file. ModelError: a folder without weights.
     """
     if path.is_dir():
-        return WeightSource(path, _folder_tensors(path), is_gguf=False)
-    header = header or gguf.read_header(path)
-    tensors = {
-        name: StoredTensor(info.type, tuple(info.shape), path, info.offset, info.nbytes)
-        for name, info in header.tensors.items()
-    }
-    return WeightSource(path, tensors, is_gguf=True)
+        files = safetensors.read_folder(path).files
+        tensors = {k: v for file in files for k, v in _stored(file.path, file).items()}
+        return WeightSource(path, tensors, is_gguf=False)
+    return WeightSource(path, _stored(path, header or gguf.read_header(path)), is_gguf=True)
 
 
-def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
+def _stored(path: Path, header: GGUFHeader | SafetensorsHeader) -> dict[str, StoredTensor]:
     return {
-        name: StoredTensor(info.type, tuple(info.shape), info.file, info.offset, info.nbytes)
-        for name, info in safetensors.read_folder(folder).items()
+        name: StoredTensor(info.type, info.shape, path, header.data_offset + info.offset, info.nbytes)
+        for name, info in header.tensors.items()
     }
