@@ -50,7 +50,7 @@ class PagedStore:
 
     def streams(self, layer: int) -> tuple[int, tuple[PagedStream, ...]]:
         """The group that holds a layer's keys and values, and its streams in page order."""
-        (index,) = self.plan.groups_of_layer[layer]
+        index = next(i for i, offsets in enumerate(self._offsets) if layer in offsets)
         return index, tuple(self._stream(entry) for entry in self._offsets[index][layer])
 
     def _stream(self, entry: StreamOffset) -> PagedStream:

@@ -1,0 +1,86 @@
+"""The slab is what the plan says, and block operations move what they say and nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvern.core.plan import Copy, Zero
+from kvern.errors import UsageError
+from kvern.kernels.reference import ReferenceBackend, gather
+from kvern.spec.codec import KV_FORMATS
+from kvern.spec.content import Heads
+from kvern.spec.groups import KVPlan, make_kv_plan
+from kvern.spec.layers import KVCacheSpec, LayerSpec, ModelSpec
+from kvern.spec.reach import All, Window
+from kvern.store.dtypes import decode, encode
+from kvern.store.pool import PagedStore
+
+
+def plan(kv_format: str = "bf16", num_blocks: int = 6) -> KVPlan:
+    heads = Heads(2, 8, 4)
+    layers = tuple(
+        LayerSpec(i, "attention", (KVCacheSpec(heads, All() if i < 2 else Window(6)),)) for i in range(4)
+    )
+    model = ModelSpec("toy", "Toy", "toy", 4, layers)
+    return make_kv_plan(model, kv_format, 4, num_blocks=num_blocks)
+
+
+def test_the_slab_has_exactly_the_planned_bytes_and_starts_as_zeros() -> None:
+    kv_plan = plan()
+    store = PagedStore(kv_plan)
+    assert store.nbytes == kv_plan.pool_bytes == 6 * 2 * 4 * (2 * 8 + 2 * 4) * 2
+    assert not store.pages.any()
+
+
+@pytest.mark.parametrize("kv_format", ["fp32", "fp16", "bf16"])
+def test_every_slot_of_every_stream_is_its_own(kv_format: str) -> None:
+    store = PagedStore(plan(kv_format))
+    backend = ReferenceBackend()
+    rng = np.random.default_rng(0)
+    slots = np.arange(6 * 4, dtype=np.int64)
+    written = {}
+    for layer in range(4):
+        group, streams = store.streams(layer)
+        assert group == (0 if layer < 2 else 1)
+        if group == 1:
+            continue  # pages are shared by groups: fill one group's view of them
+        for index, stream in enumerate(streams):
+            x = rng.normal(size=(len(slots), stream.num_heads, stream.dim)).astype(np.float32)
+            backend.append(x, stream, slots)
+            written[layer, index] = decode(encode(x, kv_format), kv_format)
+    for (layer, index), x in written.items():
+        got = gather(store.streams(layer)[1][index], np.arange(6, dtype=np.int32), 24)
+        np.testing.assert_array_equal(got, x.transpose(1, 0, 2))
+    assert np.count_nonzero(store.pages) > 0.8 * store.nbytes  # nothing is left over
+
+
+def test_copy_moves_the_first_tokens_of_every_layer_and_zero_clears() -> None:
+    store = PagedStore(plan())
+    store.pages[:] = np.random.default_rng(1).integers(1, 255, store.pages.shape, dtype=np.uint8)
+    before = store.pages.copy()
+    store.execute([Copy(src=2, dst=5, num_tokens=3, group=0), Zero(block=1, group=0)])
+    assert not store.pages[1].any()
+    for layer in (0, 1):
+        for stream in store.streams(layer)[1]:
+            block = np.array([5], np.int32)
+            got = gather(stream, block, 4)
+            np.testing.assert_array_equal(got[:, :3], gather(stream, np.array([2], np.int32), 3))
+    store.pages[1] = before[1]
+    changed = np.flatnonzero((store.pages != before).any(axis=1)).tolist()
+    assert changed == [5]
+    last_slot = [gather(s, np.array([5], np.int32), 4)[:, 3] for s in store.streams(0)[1]]
+    store.pages[:] = before
+    kept = [gather(s, np.array([5], np.int32), 4)[:, 3] for s in store.streams(0)[1]]
+    for now, old in zip(last_slot, kept, strict=True):
+        np.testing.assert_array_equal(now, old)
+
+
+def test_formats_that_the_engine_cannot_store_are_refused_by_name() -> None:
+    narrow = sorted(name for name, (k, v) in KV_FORMATS.items() if not (k.is_wide and v.is_wide))
+    assert narrow
+    for name in narrow:
+        heads = LayerSpec(0, "attention", (KVCacheSpec(Heads(1, 32, 32), All()),))
+        model = ModelSpec("toy", "Toy", "toy", 1, (heads,))
+        with pytest.raises(UsageError, match="can be planned but not yet stored"):
+            PagedStore(make_kv_plan(model, name, 32, num_blocks=2))
