@@ -84,10 +84,9 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 def load_engine(args: argparse.Namespace) -> LLM:
     """Fetches the model if it must, and loads it with the flags that were given."""
+    path = resolve(args.model, progress=StderrProgress())
     from kvern import LLM  # numpy and the kernels: only for who runs a model
 
-    progress = StderrProgress()
-    path = resolve(args.model, progress=progress)
     with warnings.catch_warnings(record=True) as caught:
         llm = LLM(str(path), **_given(args, _ENGINE_KEYWORDS))
     for warning in caught:
