@@ -7,6 +7,7 @@ empties between steps.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -64,7 +65,7 @@ class AsyncLLM:
             KvernError: the engine is closed or has failed.
         """
         waiter = _Waiter(asyncio.get_running_loop())
-        self._post(lambda: self._submit(waiter, prompt, params, request_id))
+        self._post(lambda: self._submit(waiter, prompt, params, request_id), waiter)
         try:
             while True:
                 piece = await waiter.pieces.get()
@@ -75,7 +76,8 @@ class AsyncLLM:
                     return
         finally:
             waiter.is_gone = True
-            self._post(lambda: self._drop(waiter))
+            with contextlib.suppress(KvernError):  # a closed or broken engine has dropped it already
+                self._post(lambda: self._drop(waiter))
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
@@ -96,13 +98,15 @@ class AsyncLLM:
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
         self.llm.close()
 
-    def _post(self, action: Callable[[], None]) -> None:
+    def _post(self, action: Callable[[], None], waiter: _Waiter | None = None) -> None:
+        """Have the stepping thread do something before its next step."""
         with self._wake:
-            if self._failure is not None or self._is_closing:
-                self._refuse_all()
-                if self._failure is not None:
-                    raise KvernError(f"the engine has stopped: {self._failure}")
-                return
+            if self._failure is not None:
+                raise KvernError(f"the engine was stopped by an error: {self._failure}")
+            if self._is_closing:
+                raise KvernError("the engine is closed: make a new one")
+            if waiter is not None:
+                self._waiters.append(waiter)
             self._inbox.append(action)
             self._wake.notify()
 
@@ -120,7 +124,8 @@ class AsyncLLM:
                 self.llm.step()
                 self._deliver()
         except BaseException as error:  # a broken step loop must answer everybody, not hang them
-            self._failure = error
+            with self._wake:
+                self._failure = error
         with self._wake:
             self._refuse_all()
 
@@ -133,8 +138,6 @@ class AsyncLLM:
             waiter.state = self.llm.submit(prompt, params, request_id)
         except KvernError as error:
             waiter.put(error)
-            return
-        self._waiters.append(waiter)
 
     def _drop(self, waiter: _Waiter) -> None:
         if waiter.state is not None:
@@ -144,7 +147,7 @@ class AsyncLLM:
 
     def _deliver(self) -> None:
         finished: list[_Waiter] = []
-        for waiter in self._waiters:
+        for waiter in list(self._waiters):
             state = waiter.state
             while state is not None and state.deltas:
                 waiter.put(state.deltas.popleft())
@@ -154,7 +157,7 @@ class AsyncLLM:
             self._drop(waiter)
 
     def _refuse_all(self) -> None:
-        reason = "closed" if self._failure is None else f"stopped by an error: {self._failure}"
+        reason = "is closed" if self._failure is None else f"was stopped by an error: {self._failure}"
         for waiter in self._waiters:
-            waiter.put(KvernError(f"the engine was {reason}"))
+            waiter.put(KvernError(f"the engine {reason}"))
         self._waiters.clear()

@@ -1,0 +1,323 @@
+"""The public engine on a small model: batching, sharing, limits, counters, streams, aborts."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvern import SamplingParams
+from kvern.errors import InputError, KvernError, UsageError
+
+Make = Any
+
+
+def greedy(tokens: int = 12, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, **more)
+
+
+def test_a_batch_gives_each_prompt_the_answer_it_gets_alone(make_tiny: Make, prompts: Any) -> None:
+    with make_tiny() as llm:
+        together = llm.generate(prompts, greedy())
+    for prompt, out in zip(prompts, together, strict=True):
+        with make_tiny() as fresh:
+            (alone,) = fresh.generate([prompt], greedy())
+        assert out.token_ids == alone.token_ids
+        assert out.prompt_token_ids == tuple(prompt)
+        assert out.finish_reason == "length"
+
+
+def test_one_native_call_per_weight_and_step_whatever_the_batch(make_tiny: Make, prompts: Any) -> None:
+    """Exactness by running sequences one at a time would not count: the calls are counted."""
+
+    class Counting:
+        def __init__(self, inner: Any) -> None:
+            self.inner, self.calls = inner, {"matmul": 0, "attend": 0, "append": 0, "embed": 0}
+
+        def __getattr__(self, name: str) -> Any:
+            target = getattr(self.inner, name)
+            if name not in self.calls:
+                return target
+
+            def counted(*args: Any) -> Any:
+                self.calls[name] += 1
+                return target(*args)
+
+            return counted
+
+    with make_tiny(max_num_batched_tokens=2048) as llm:
+        counting = Counting(llm.model.decoder.backend)
+        llm.model.decoder.backend = counting
+        for prompt in prompts:
+            llm.submit(prompt, greedy(3))
+        llm.step()
+        layers = len(llm.model.decoder.config.layers)
+        # per layer: q/k/v stacked, output, gate/up stacked, down; and the head once
+        expected = {"matmul": 4 * layers + 1, "attend": layers, "append": 2 * layers, "embed": 1}
+        assert counting.calls == expected
+        counting.calls = dict.fromkeys(expected, 0)
+        llm.step()
+        assert counting.calls == expected
+
+
+def test_work_is_counted_where_it_is_done_and_equals_the_formula(make_tiny: Make) -> None:
+    prompt_tokens, new_tokens = 21, 9
+    prompt = list(range(prompt_tokens))
+    for no_cache in (False, True):
+        with make_tiny(no_cache=no_cache, max_num_batched_tokens=8) as llm:
+            llm.generate([prompt], greedy(new_tokens))
+            layers = len(llm.model.decoder.config.layers)
+            work = llm.work
+            lengths = range(prompt_tokens, prompt_tokens + new_tokens)
+            if no_cache:
+                assert work.tokens_processed == sum(lengths)
+                assert work.query_key_products == layers * sum(n * (n + 1) // 2 for n in lengths)
+            else:
+                total = prompt_tokens + new_tokens - 1
+                assert work.tokens_processed == total
+                assert work.query_key_products == layers * total * (total + 1) // 2
+
+
+def test_cached_and_uncached_answers_are_equal(make_tiny: Make, prompts: Any) -> None:
+    with make_tiny(no_cache=True) as llm:
+        uncached = [out.token_ids for out in llm.generate(prompts, greedy())]
+    with make_tiny() as llm:
+        cold = llm.generate(prompts, greedy())
+        warm = llm.generate(prompts, greedy())
+    assert [out.token_ids for out in cold] == uncached
+    assert [out.token_ids for out in warm] == uncached
+    for out in warm:
+        assert 0 <= out.cached_tokens <= len(out.prompt_token_ids) - 1
+    assert warm[-1].cached_tokens == len(prompts[-1]) - 1
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 32])
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_pfx_012_the_same_prompt_again_and_again(make_tiny: Make, length: int, block_size: int) -> None:
+    with make_tiny(block_size=block_size) as llm:
+        for new_tokens in (1, 16):
+            answers = []
+            for stream in (False, True, False):
+                if stream:
+                    deltas = list(llm.stream(list(range(length)), greedy(new_tokens)))
+                    out = deltas[-1].output
+                    streamed = tuple(t for delta in deltas for t in delta.token_ids)
+                    assert out is not None and streamed == out.token_ids
+                else:
+                    (out,) = llm.generate([list(range(length))], greedy(new_tokens))
+                assert out.cached_tokens <= length - 1
+                answers.append(out.token_ids)
+            assert len(set(answers)) == 1 and len(answers[0]) == new_tokens
+
+
+def test_pfx_003_a_full_hit_backs_off_one_token_and_the_chain_goes_on(make_tiny: Make) -> None:
+    with make_tiny() as llm:
+        prompt = list(range(100, 132))
+        outs = [llm.generate([prompt], greedy(20))[0] for _ in range(4)]
+        assert outs[0].cached_tokens == 0
+        assert all(16 <= out.cached_tokens <= 31 for out in outs[1:])
+        assert len({out.token_ids for out in outs}) == 1
+        cached = llm.stats().blocks_cached
+        llm.generate([prompt], greedy(20))
+        assert llm.stats().blocks_cached == cached
+        (longer,) = llm.generate([prompt + list(outs[0].token_ids)], greedy(4))
+        assert longer.cached_tokens >= 48
+
+
+def test_prefix_caching_can_be_switched_off(make_tiny: Make, prompts: Any) -> None:
+    with make_tiny(enable_prefix_caching=False) as llm:
+        first = llm.generate(prompts[-2:], greedy())
+        second = llm.generate(prompts[-2:], greedy())
+        assert [o.cached_tokens for o in second] == [0, 0]
+        assert [o.token_ids for o in first] == [o.token_ids for o in second]
+        assert llm.stats().blocks_cached == 0
+
+
+def test_det_003_seeded_sampling_ignores_what_else_runs(make_tiny: Make, prompts: Any) -> None:
+    params = SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, seed=3)
+    with make_tiny() as llm:
+        (alone,) = llm.generate([prompts[5]], params)
+    with make_tiny(max_num_batched_tokens=64) as llm:
+        others = [SamplingParams(max_tokens=20, temperature=1.0, seed=i) for i in range(len(prompts))]
+        others[5] = params
+        crowd = llm.generate(prompts, others)
+    assert crowd[5].token_ids == alone.token_ids
+
+
+def test_frk_001_samples_differ_repeat_and_share_the_prompt(make_tiny: Make) -> None:
+    prompt = list(range(33))
+    params = SamplingParams(max_tokens=24, temperature=1.0, seed=7, n=4, logprobs=2)
+    with make_tiny() as llm:
+        (first,) = llm.generate([prompt], params)
+        (again,) = llm.generate([prompt], params)
+        assert [c.index for c in first.choices] == [0, 1, 2, 3]
+        assert len({c.token_ids for c in first.choices}) == 4
+        assert [c.token_ids for c in first.choices] == [c.token_ids for c in again.choices]
+        assert all(len(c.logprobs or ()) == len(c.token_ids) for c in first.choices)
+        assert llm.stats().blocks_in_use == 0
+        single = [
+            llm.generate([prompt], SamplingParams(max_tokens=24, temperature=1.0, seed=7))[0].token_ids
+        ]
+        assert single[0] == first.choices[0].token_ids
+
+
+def test_beam_search_finds_what_an_exhaustive_search_finds(make_tiny: Make) -> None:
+    prompt, width, steps = [5, 9, 200, 31], 3, 3
+    with make_tiny() as llm:
+        beams = [((), 0.0)]
+        for _ in range(steps):
+            grown = []
+            for tokens, score in beams:
+                params = SamplingParams(max_tokens=1, logprobs=2 * width)
+                (out,) = llm.generate([[*prompt, *tokens]], params)
+                assert out.logprobs is not None
+                grown += [((*tokens, t), score + p) for t, _, p in out.logprobs[0].top]
+            beams = sorted(grown, key=lambda beam: -beam[1])[:width]
+        (out,) = llm.generate([prompt], SamplingParams(max_tokens=steps, beam_width=width))
+        assert out.token_ids == beams[0][0]
+        assert out.choices[0].score == pytest.approx(beams[0][1] / steps, rel=1e-4)
+        assert llm.stats().blocks_in_use == 0
+
+
+def test_leaving_a_stream_aborts_the_request_and_gives_its_blocks_back(make_tiny: Make) -> None:
+    with make_tiny() as llm:
+        for delta in llm.stream(list(range(50)), greedy(100)):
+            if delta.token_ids:
+                break
+        del delta
+        stats = llm.stats()
+        assert not llm.has_work and stats.blocks_in_use == 0
+        total = stats.blocks_free + stats.blocks_cached + stats.blocks_in_use + 1
+        assert total == llm.model.kv_plan.num_blocks
+
+
+def test_pre_001_preempted_requests_answer_as_with_a_big_pool(make_tiny: Make) -> None:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 300, 64).tolist() for _ in range(6)]
+    params = [
+        SamplingParams(max_tokens=200, logprobs=1)
+        if i % 2
+        else SamplingParams(max_tokens=200, temperature=0.8, seed=i, logprobs=1)
+        for i in range(6)
+    ]
+    with make_tiny(kv_memory="8MiB") as llm:
+        roomy = llm.generate(prompts, params)
+        page = llm.model.kv_plan.page_bytes
+    with make_tiny(kv_memory=41 * page) as llm:
+        tight = llm.generate(prompts, params)
+        stats = llm.stats()
+        assert stats.preemptions > 0 and stats.blocks_in_use == 0
+    assert [o.token_ids for o in tight] == [o.token_ids for o in roomy]
+    assert [o.logprobs for o in tight] == [o.logprobs for o in roomy]
+
+
+def test_limits_are_refused_with_their_numbers(make_tiny: Make) -> None:
+    with make_tiny(max_model_len=64) as llm:
+        with pytest.raises(InputError, match="64"):
+            llm.generate([list(range(64))], greedy(1))
+        with pytest.raises(InputError, match="64"):
+            llm.generate([list(range(60))], greedy(5))
+        (out,) = llm.generate([list(range(60))], SamplingParams())
+        assert len(out.token_ids) == 4 and out.finish_reason == "length"
+        with pytest.raises(InputError, match="empty"):
+            llm.generate([[]], greedy())
+        with pytest.raises(InputError, match="token id 300 is outside the model's vocabulary of 300"):
+            llm.generate([[1, 300]], greedy())
+        assert llm.stats().blocks_in_use == 0 and not llm.has_work
+        page = llm.model.kv_plan.page_bytes
+    with make_tiny(kv_memory=5 * page) as llm:
+        with pytest.raises(InputError, match="64"):
+            llm.generate([list(range(100))], greedy(10))
+        (out,) = llm.generate([list(range(60))], SamplingParams())
+        assert len(out.token_ids) == 4
+    with pytest.raises(KvernError, match="closed"):
+        llm.generate([[1]], greedy())
+
+
+def test_one_refused_prompt_leaves_nothing_behind(make_tiny: Make) -> None:
+    with make_tiny(max_model_len=64) as llm:
+        with pytest.raises(InputError):
+            llm.generate([[1, 2, 3], list(range(64))], greedy(2))
+        assert not llm.has_work
+
+
+def test_settings_are_refused_by_name(make_tiny: Make) -> None:
+    for options, sentence in [
+        ({"block_size": 0}, "block_size is 0"),
+        ({"kv_format": "int8"}, "not yet stored"),
+        ({"kv_format": "int7"}, "int7"),
+        ({"backend": "cuda"}, "backend 'cuda' is unknown"),
+        ({"weights_format": "int3"}, "weights_format 'int3' is unknown"),
+        ({"max_model_len": 5000}, "5,000"),
+        ({"replacement": "magic"}, "magic"),
+    ]:
+        with pytest.raises(UsageError, match=sentence):
+            make_tiny(**options)
+
+
+def test_score_computes_every_position_and_says_why_it_took_no_hit(make_tiny: Make) -> None:
+    ids = list(range(40))
+    with make_tiny(max_num_batched_tokens=16) as llm:
+        llm.generate([ids], greedy(2))
+        before = llm.work.tokens_processed
+        scores = llm.score([ids, ids[:7]])
+        assert [len(s) for s in scores] == [39, 6]
+        assert llm.work.tokens_processed - before >= 40
+        np.testing.assert_array_equal(scores[0][:6], scores[1])
+        for position in (3, 38):
+            params = SamplingParams(max_tokens=1, logprobs=100)
+            (out,) = llm.generate([ids[: position + 1]], params)
+            assert out.logprobs is not None
+            listed = {t: p for t, _, p in out.logprobs[0].top}
+            if ids[position + 1] in listed:
+                assert listed[ids[position + 1]] == pytest.approx(scores[0][position], abs=1e-5)
+
+
+def test_several_threads_share_one_engine(make_tiny: Make, prompts: Any) -> None:
+    with make_tiny() as llm:
+        expected = [out.token_ids for out in llm.generate(prompts, greedy())]
+        got: dict[int, tuple[int, ...]] = {}
+
+        def ask(index: int) -> None:
+            got[index] = llm.generate([prompts[index]], greedy())[0].token_ids
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert [got[i] for i in range(len(prompts))] == expected
+
+
+def test_met_003_a_cache_full_of_reusable_blocks_is_reported_as_such(make_tiny: Make) -> None:
+    rng = np.random.default_rng(2)
+    with make_tiny() as llm:
+        for _ in range(5):
+            llm.generate([rng.integers(0, 300, 100).tolist()], greedy(4))
+        stats = llm.stats()
+        assert stats.blocks_cached >= 5 * 6 and stats.blocks_in_use == 0
+        assert llm.kv_info["blocks_used"] == stats.blocks_cached
+        llm.reset_cache()
+        assert llm.stats().blocks_cached == 0
+        assert llm.stats().blocks_free + 1 == llm.model.kv_plan.num_blocks
+
+
+def test_an_interrupt_between_plan_and_commit_leaves_a_sound_engine(make_tiny: Make, prompts: Any) -> None:
+    with make_tiny() as llm:
+        expected = [out.token_ids for out in llm.generate(prompts, greedy())]
+        runner = llm.model.runner
+        execute, calls = runner.execute, iter(range(1000))
+
+        def interrupted(plan: Any) -> Any:
+            if next(calls) == 3:
+                raise KeyboardInterrupt
+            return execute(plan)
+
+        runner.execute = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, greedy(cache_salt="x"))
+        assert not llm.has_work and llm.stats().blocks_in_use == 0
+        llm.check_integrity()
+        assert [out.token_ids for out in llm.generate(prompts, greedy())] == expected
