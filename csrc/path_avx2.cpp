@@ -1,0 +1,14 @@
+#define KVERN_PATH path_avx2
+#define KVERN_PATH_NAME "avx2"
+#include <cstdint>
+#include <initializer_list>
+#include <type_traits>
+
+#include "half.h"
+#include "simd_avx2.h"
+#include "types.h"
+#include "path.inc"
+
+namespace kvern {
+const KernelTable* avx2_kernels() { return &KVERN_PATH::table; }
+}  // namespace kvern

@@ -1,0 +1,14 @@
+#define KVERN_PATH path_avx512
+#define KVERN_PATH_NAME "avx512"
+#include <cstdint>
+#include <initializer_list>
+#include <type_traits>
+
+#include "half.h"
+#include "simd_avx512.h"
+#include "types.h"
+#include "path.inc"
+
+namespace kvern {
+const KernelTable* avx512_kernels() { return &KVERN_PATH::table; }
+}  // namespace kvern

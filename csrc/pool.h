@@ -1,0 +1,61 @@
+// One pool of threads, its size settable. A region runs one function on all of them; inside it threads
+// may meet at barriers. Idle workers spin for some microseconds, then sleep until woken.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace kvern {
+
+struct PoolState;
+
+// What a thread of a region knows about itself.
+class Worker {
+public:
+    int id = 0;
+    int count = 1;
+    uint8_t* scratch = nullptr;  // this thread's own, as large as the region asked for
+    void barrier() const;
+
+    PoolState* state = nullptr;
+};
+
+class ThreadPool {
+public:
+    explicit ThreadPool(int num_threads);
+    ~ThreadPool();
+    ThreadPool(const ThreadPool&) = delete;
+    ThreadPool& operator=(const ThreadPool&) = delete;
+
+    int num_threads() const { return num_threads_; }
+
+    // Runs job(worker) on `threads` threads (at most all), the caller being number 0; returns when all
+    // are done. One region at a time: a second caller waits. Jobs must not throw.
+    void run(int threads, size_t scratch_bytes, const std::function<void(const Worker&)>& job);
+
+private:
+    PoolState* live_state();
+
+    int num_threads_;
+    std::mutex* mutex_;
+    PoolState* state_ = nullptr;
+    uint64_t generation_ = 0;  // counts forks: a child starts threads of its own
+};
+
+// Hands out [0, total) in chunks to whoever asks.
+class Counter {
+public:
+    bool take(int64_t total, int64_t chunk, int64_t& begin, int64_t& end) {
+        begin = next_.fetch_add(chunk, std::memory_order_relaxed);
+        end = begin + chunk < total ? begin + chunk : total;
+        return begin < total;
+    }
+
+private:
+    alignas(64) std::atomic<int64_t> next_{0};
+};
+
+}  // namespace kvern

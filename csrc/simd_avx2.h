@@ -1,0 +1,231 @@
+// Sixteen-lane vectors for AVX2 with FMA and F16C: two 8-lane registers each.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace KVERN_PATH {
+
+struct F { __m256 a, b; };
+struct I { __m256i a, b; };
+struct B { __m256i a, b; };
+using Mask = uint16_t;
+
+constexpr bool kHasBf16Dot = false;
+constexpr int kQuantRowTile = 3;
+constexpr int kQuantGroupTile = 1;
+constexpr int kFloatRowTile = 3;
+constexpr int kFloatGroupTile = 2;
+constexpr int kScoreRows = 3;
+constexpr int kScoreVectors = 2;
+
+static inline F f_zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+static inline F f_set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+static inline F f_load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+static inline void f_store(float* p, F v) {
+    _mm256_storeu_ps(p, v.a);
+    _mm256_storeu_ps(p + 8, v.b);
+}
+static inline Mask first_lanes(int n) { return static_cast<Mask>((1u << n) - 1u); }
+static inline F f_load_n(const float* p, int n) {
+    alignas(64) float t[16] = {};
+    std::memcpy(t, p, static_cast<size_t>(n) * 4);
+    return f_load(t);
+}
+static inline void f_store_n(float* p, F v, int n) {
+    alignas(64) float t[16];
+    f_store(t, v);
+    std::memcpy(p, t, static_cast<size_t>(n) * 4);
+}
+static inline F f_add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+static inline F f_sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+static inline F f_mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+static inline F f_div(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+static inline F f_fma(F x, F y, F z) {
+    return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
+static inline F f_max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+static inline F f_min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+static inline F f_abs(F x) {
+    const __m256 m = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+    return {_mm256_and_ps(x.a, m), _mm256_and_ps(x.b, m)};
+}
+static inline __m256 lane_mask(uint32_t bits) {
+    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i all = _mm256_set1_epi32(static_cast<int>(bits & 0xffu));
+    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(all, bit), bit));
+}
+static inline F f_select(Mask m, F yes, F no) {
+    return {_mm256_blendv_ps(no.a, yes.a, lane_mask(m)),
+            _mm256_blendv_ps(no.b, yes.b, lane_mask(static_cast<uint32_t>(m) >> 8))};
+}
+static inline float fma_scalar(float a, float b, float c) {
+    return _mm_cvtss_f32(_mm_fmadd_ss(_mm_set_ss(a), _mm_set_ss(b), _mm_set_ss(c)));
+}
+
+static inline float f_sum(F v) {
+    const __m256 h = _mm256_add_ps(v.a, v.b);
+    const __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    const __m128 d = _mm_add_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_add_ss(d, _mm_shuffle_ps(d, d, 1)));
+}
+static inline float f_hmax(F v) {
+    const __m256 h = _mm256_max_ps(v.a, v.b);
+    const __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    const __m128 d = _mm_max_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_max_ss(d, _mm_shuffle_ps(d, d, 1)));
+}
+
+static inline F f_load_f16(const void* p) {
+    const __m128i* h = static_cast<const __m128i*>(p);
+    return {_mm256_cvtph_ps(_mm_loadu_si128(h)), _mm256_cvtph_ps(_mm_loadu_si128(h + 1))};
+}
+static inline F f_load_bf16(const void* p) {
+    const __m128i* h = static_cast<const __m128i*>(p);
+    const __m256i a = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(h)), 16);
+    const __m256i b = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(h + 1)), 16);
+    return {_mm256_castsi256_ps(a), _mm256_castsi256_ps(b)};
+}
+static inline void store_f16(void* p, F v) {
+    __m128i* h = static_cast<__m128i*>(p);
+    _mm_storeu_si128(h, _mm256_cvtps_ph(v.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    _mm_storeu_si128(h + 1, _mm256_cvtps_ph(v.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+static inline __m256i bf16_words(__m256 a) {
+    const __m256i u = _mm256_castps_si256(a);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    const __m256i r = _mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd);
+    const __m256i n = _mm256_or_si256(u, _mm256_set1_epi32(0x400000));
+    const __m256 nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
+    const __m256 v = _mm256_blendv_ps(_mm256_castsi256_ps(r), _mm256_castsi256_ps(n), nan);
+    return _mm256_srli_epi32(_mm256_castps_si256(v), 16);
+}
+static inline void store_bf16(void* p, F v) {
+    const __m256i packed = _mm256_packus_epi32(bf16_words(v.a), bf16_words(v.b));
+    _mm256_storeu_si256(static_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+static inline F f_load_i8(const int8_t* p) {
+    const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(h)),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(h, 8)))};
+}
+static inline F f_load_u8(const uint8_t* p) {
+    const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(h)),
+            _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(h, 8)))};
+}
+
+static inline F f_round(F v) {
+    return {_mm256_round_ps(v.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+            _mm256_round_ps(v.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+static inline __m256 scale2_half(__m256 p, __m256 n) {
+    // Two steps, so that 2^n itself need not be a normal float.
+    const __m256i e = _mm256_cvtps_epi32(n);
+    const __m256i e1 = _mm256_srai_epi32(e, 1);
+    const __m256i e2 = _mm256_sub_epi32(e, e1);
+    const __m256i bias = _mm256_set1_epi32(127);
+    const __m256 s1 = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e1, bias), 23));
+    const __m256 s2 = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e2, bias), 23));
+    return _mm256_mul_ps(_mm256_mul_ps(p, s1), s2);
+}
+static inline F f_scale2(F p, F n) { return {scale2_half(p.a, n.a), scale2_half(p.b, n.b)}; }
+
+static inline I i_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+static inline I i_set1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+static inline I i_add(I x, I y) {
+    return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)};
+}
+static inline I i_sub(I x, I y) {
+    return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)};
+}
+static inline I i_mul(I x, I y) {
+    return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)};
+}
+template <int N>
+static inline I i_shl(I x) {
+    return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)};
+}
+static inline F f_from_i(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+static inline I i_from_f(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+static inline int32_t i_sum(I x) {
+    alignas(32) int32_t t[8];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(t), _mm256_add_epi32(x.a, x.b));
+    int32_t s = 0;
+    for (int i = 0; i < 8; ++i) s += t[i];
+    return s;
+}
+static inline void store_i8(int8_t* p, I x) {
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+    const __m128i bytes =
+        _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
+
+static inline B b_load(const uint8_t* p) {
+    const __m256i* q = reinterpret_cast<const __m256i*>(p);
+    return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+}
+static inline B b_low(B x) {
+    const __m256i m = _mm256_set1_epi8(0x0f);
+    return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)};
+}
+static inline B b_high(B x) {
+    const __m256i m = _mm256_set1_epi8(0x0f);
+    return {_mm256_and_si256(_mm256_srli_epi16(x.a, 4), m),
+            _mm256_and_si256(_mm256_srli_epi16(x.b, 4), m)};
+}
+static inline __m256i spread_bits(uint32_t bits, uint8_t value) {
+    const __m256i src = _mm256_set1_epi32(static_cast<int>(bits));
+    const __m256i pick = _mm256_setr_epi64x(0x0000000000000000, 0x0101010101010101,
+                                            0x0202020202020202, 0x0303030303030303);
+    const __m256i bit = _mm256_set1_epi64x(static_cast<long long>(0x8040201008040201ull));
+    const __m256i on = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(src, pick), bit), bit);
+    return _mm256_and_si256(on, _mm256_set1_epi8(static_cast<char>(value)));
+}
+static inline B b_or_masked(B x, const uint8_t* mask64, uint8_t value) {
+    uint32_t m[2];
+    std::memcpy(m, mask64, 8);
+    return {_mm256_or_si256(x.a, spread_bits(m[0], value)),
+            _mm256_or_si256(x.b, spread_bits(m[1], value))};
+}
+template <int FIELD>
+static inline __m256i pair_half(__m256i a) {
+    const __m256i s = FIELD < 2 ? _mm256_slli_epi16(a, FIELD < 2 ? 4 - 2 * FIELD : 0)
+                                : _mm256_srli_epi16(a, FIELD < 2 ? 0 : 2 * FIELD - 4);
+    return _mm256_and_si256(s, _mm256_set1_epi8(0x30));
+}
+template <int FIELD>
+static inline B b_pair(B x) {
+    return {pair_half<FIELD>(x.a), pair_half<FIELD>(x.b)};
+}
+static inline B b_or(B x, B y) {
+    return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)};
+}
+
+// Weights up to 127: two products fit into int16 (2 * 127 * 128 < 32768).
+static inline I dot_unsigned(I acc, B w, const int8_t* x4) {
+    int32_t x;
+    std::memcpy(&x, x4, 4);
+    const __m256i v = _mm256_set1_epi32(x);
+    const __m256i one = _mm256_set1_epi16(1);
+    acc.a = _mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(w.a, v), one));
+    acc.b = _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, v), one));
+    return acc;
+}
+constexpr bool kSignedNeedsBias = false;
+static inline B b_signed(B w) { return w; }
+// |w| times x with w's sign: |w| <= 128 and |x| <= 127, so two products fit into int16.
+static inline __m256i signed_half(__m256i acc, __m256i w, __m256i v) {
+    const __m256i p = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(v, w));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(p, _mm256_set1_epi16(1)));
+}
+static inline I dot_signed(I acc, B w, const int8_t* x4) {
+    int32_t x;
+    std::memcpy(&x, x4, 4);
+    const __m256i v = _mm256_set1_epi32(x);
+    return {signed_half(acc.a, w.a, v), signed_half(acc.b, w.b, v)};
+}
+
+}  // namespace KVERN_PATH

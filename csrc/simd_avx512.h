@@ -1,0 +1,140 @@
+// Sixteen-lane vectors for AVX-512 with VNNI and BF16. Every operation rounds as written: no
+// contraction is left to the compiler, so tilings of one recipe give equal bits.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace KVERN_PATH {
+
+using F = __m512;   // 16 floats
+using I = __m512i;  // 16 int32
+using B = __m512i;  // 64 bytes: 4 consecutive k of 16 rows
+using Mask = __mmask16;
+
+constexpr bool kHasBf16Dot = true;
+constexpr int kQuantRowTile = 6;    // tokens per register tile of the int8 product
+constexpr int kQuantGroupTile = 2;  // 16-row groups per register tile
+constexpr int kFloatRowTile = 6;
+constexpr int kFloatGroupTile = 4;
+constexpr int kScoreRows = 6;       // query rows per register tile of attention
+constexpr int kScoreVectors = 4;    // key (or value-dim) vectors per register tile
+
+static inline F f_zero() { return _mm512_setzero_ps(); }
+static inline F f_set1(float x) { return _mm512_set1_ps(x); }
+static inline F f_load(const float* p) { return _mm512_loadu_ps(p); }
+static inline void f_store(float* p, F a) { _mm512_storeu_ps(p, a); }
+static inline Mask first_lanes(int n) { return static_cast<Mask>((1u << n) - 1u); }
+static inline F f_load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
+static inline void f_store_n(float* p, F a, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), a); }
+static inline F f_add(F a, F b) { return _mm512_add_ps(a, b); }
+static inline F f_sub(F a, F b) { return _mm512_sub_ps(a, b); }
+static inline F f_mul(F a, F b) { return _mm512_mul_ps(a, b); }
+static inline F f_div(F a, F b) { return _mm512_div_ps(a, b); }
+static inline F f_fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }  // a * b + c
+static inline F f_max(F a, F b) { return _mm512_max_ps(a, b); }
+static inline F f_min(F a, F b) { return _mm512_min_ps(a, b); }
+static inline F f_abs(F a) { return _mm512_abs_ps(a); }
+static inline F f_select(Mask m, F yes, F no) { return _mm512_mask_blend_ps(m, no, yes); }
+static inline float fma_scalar(float a, float b, float c) {
+    return _mm_cvtss_f32(_mm_fmadd_ss(_mm_set_ss(a), _mm_set_ss(b), _mm_set_ss(c)));
+}
+
+static inline float f_sum(F a) {
+    const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    const __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    const __m128 d = _mm_add_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_add_ss(d, _mm_shuffle_ps(d, d, 1)));
+}
+
+static inline float f_hmax(F a) {
+    const __m256 h = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    const __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    const __m128 d = _mm_max_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_max_ss(d, _mm_shuffle_ps(d, d, 1)));
+}
+
+static inline F f_load_f16(const void* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+}
+static inline F f_load_bf16(const void* p) {
+    const __m256i h = _mm256_loadu_si256(static_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+}
+static inline void store_f16(void* p, F a) {
+    _mm256_storeu_si256(static_cast<__m256i*>(p),
+                        _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+// Not vcvtneps2bf16: that flushes subnormals.
+static inline void store_bf16(void* p, F a) {
+    const __m512i u = _mm512_castps_si512(a);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    const __m512i r = _mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd);
+    const __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+    const __m512i v = _mm512_mask_or_epi32(r, nan, u, _mm512_set1_epi32(0x400000));
+    _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(v, 16)));
+}
+static inline F f_load_i8(const int8_t* p) {
+    return _mm512_cvtepi32_ps(
+        _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+static inline F f_load_u8(const uint8_t* p) {
+    return _mm512_cvtepi32_ps(
+        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+
+static inline F f_round(F a) {
+    return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+// p * 2^n for whole n; results past the float range saturate to infinity, tiny ones to zero.
+static inline F f_scale2(F p, F n) { return _mm512_scalef_ps(p, n); }
+
+static inline I i_zero() { return _mm512_setzero_si512(); }
+static inline I i_set1(int32_t x) { return _mm512_set1_epi32(x); }
+static inline I i_add(I a, I b) { return _mm512_add_epi32(a, b); }
+static inline I i_sub(I a, I b) { return _mm512_sub_epi32(a, b); }
+static inline I i_mul(I a, I b) { return _mm512_mullo_epi32(a, b); }
+template <int N>
+static inline I i_shl(I a) {
+    return _mm512_slli_epi32(a, N);
+}
+static inline F f_from_i(I a) { return _mm512_cvtepi32_ps(a); }
+static inline I i_from_f(F a) { return _mm512_cvtps_epi32(a); }  // nearest even
+static inline int32_t i_sum(I a) { return _mm512_reduce_add_epi32(a); }
+static inline void store_i8(int8_t* p, I a) {  // saturating
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(a));
+}
+
+static inline B b_load(const uint8_t* p) { return _mm512_loadu_si512(p); }
+static inline B b_low(B a) { return _mm512_and_si512(a, _mm512_set1_epi8(0x0f)); }
+static inline B b_high(B a) {
+    return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(0x0f));
+}
+// Adds `bit` to the bytes whose mask bit is set.
+static inline B b_or_masked(B a, const uint8_t* mask64, uint8_t bit) {
+    uint64_t m;
+    std::memcpy(&m, mask64, 8);
+    return _mm512_mask_add_epi8(a, static_cast<__mmask64>(m), a,
+                                _mm512_set1_epi8(static_cast<char>(bit)));
+}
+template <int FIELD>  // two-bit field of every byte, moved to bits 4 and 5
+static inline B b_pair(B a) {
+    const __m512i s = FIELD < 2 ? _mm512_slli_epi16(a, 4 - 2 * FIELD)
+                                : _mm512_srli_epi16(a, 2 * FIELD - 4);
+    return _mm512_and_si512(s, _mm512_set1_epi8(0x30));
+}
+static inline B b_or(B a, B b) { return _mm512_or_si512(a, b); }
+
+// Exact: acc[row] += sum of 4 products of unsigned weights (at most 127) and int8 activations.
+static inline I dot_unsigned(I acc, B w, const int8_t* x4) {
+    int32_t x;
+    std::memcpy(&x, x4, 4);
+    return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x));
+}
+// For int8 weights: they are taken as w + 128, the caller starts from -128 * sum(x).
+constexpr bool kSignedNeedsBias = true;
+static inline B b_signed(B w) { return _mm512_xor_si512(w, _mm512_set1_epi8(static_cast<char>(0x80))); }
+static inline I dot_signed(I acc, B w, const int8_t* x4) { return dot_unsigned(acc, w, x4); }
+
+}  // namespace KVERN_PATH

@@ -1,0 +1,175 @@
+// Sixteen-lane vectors in the compilers' own vector extension (gcc, clang): SSE2, NEON or whatever the
+// target has. No fused multiply-add: a * b + c rounds twice here, everywhere.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "half.h"
+
+namespace KVERN_PATH {
+
+typedef float F __attribute__((vector_size(64)));
+typedef int32_t I __attribute__((vector_size(64)));
+typedef uint8_t B __attribute__((vector_size(64)));
+using Mask = uint16_t;
+
+constexpr bool kHasBf16Dot = false;
+constexpr int kQuantRowTile = 2;
+constexpr int kQuantGroupTile = 1;
+constexpr int kFloatRowTile = 2;
+constexpr int kFloatGroupTile = 1;
+constexpr int kScoreRows = 2;
+constexpr int kScoreVectors = 1;
+
+static inline F f_zero() { return F{}; }
+static inline F f_set1(float x) { return F{} + x; }
+static inline F f_load(const float* p) {
+    F v;
+    std::memcpy(&v, p, 64);
+    return v;
+}
+static inline void f_store(float* p, F v) { std::memcpy(p, &v, 64); }
+static inline Mask first_lanes(int n) { return static_cast<Mask>((1u << n) - 1u); }
+static inline F f_load_n(const float* p, int n) {
+    F v{};
+    std::memcpy(&v, p, static_cast<size_t>(n) * 4);
+    return v;
+}
+static inline void f_store_n(float* p, F v, int n) { std::memcpy(p, &v, static_cast<size_t>(n) * 4); }
+static inline F f_add(F a, F b) { return a + b; }
+static inline F f_sub(F a, F b) { return a - b; }
+static inline F f_mul(F a, F b) { return a * b; }
+static inline F f_div(F a, F b) { return a / b; }
+static inline F f_fma(F a, F b, F c) { return a * b + c; }
+static inline F f_max(F a, F b) { return a > b ? a : b; }
+static inline F f_min(F a, F b) { return a < b ? a : b; }
+static inline F f_abs(F a) { return (F)((I)a & 0x7fffffff); }
+static inline F f_select(Mask m, F yes, F no) {
+    I on;
+    for (int i = 0; i < 16; ++i) on[i] = (m >> i) & 1 ? -1 : 0;
+    return on ? yes : no;
+}
+static inline float fma_scalar(float a, float b, float c) { return a * b + c; }
+
+static inline float f_sum(F v) {
+    float t[16];
+    f_store(t, v);
+    for (int width = 8; width > 0; width /= 2) {
+        for (int i = 0; i < width; ++i) t[i] = t[i] + t[i + width];
+    }
+    return t[0];
+}
+static inline float f_hmax(F v) {
+    float t[16];
+    f_store(t, v);
+    for (int width = 8; width > 0; width /= 2) {
+        for (int i = 0; i < width; ++i) t[i] = t[i] > t[i + width] ? t[i] : t[i + width];
+    }
+    return t[0];
+}
+
+static inline F f_load_f16(const void* p) {
+    uint16_t h[16];
+    std::memcpy(h, p, 32);
+    F v;
+    for (int i = 0; i < 16; ++i) v[i] = kvern::fp16_to_float(h[i]);
+    return v;
+}
+static inline F f_load_bf16(const void* p) {
+    uint16_t h[16];
+    std::memcpy(h, p, 32);
+    F v;
+    for (int i = 0; i < 16; ++i) v[i] = kvern::bf16_to_float(h[i]);
+    return v;
+}
+static inline void store_f16(void* p, F v) {
+    uint16_t h[16];
+    for (int i = 0; i < 16; ++i) h[i] = kvern::float_to_fp16(v[i]);
+    std::memcpy(p, h, 32);
+}
+static inline void store_bf16(void* p, F v) {
+    uint16_t h[16];
+    for (int i = 0; i < 16; ++i) h[i] = kvern::float_to_bf16(v[i]);
+    std::memcpy(p, h, 32);
+}
+static inline F f_load_i8(const int8_t* p) {
+    F v;
+    for (int i = 0; i < 16; ++i) v[i] = static_cast<float>(p[i]);
+    return v;
+}
+static inline F f_load_u8(const uint8_t* p) {
+    F v;
+    for (int i = 0; i < 16; ++i) v[i] = static_cast<float>(p[i]);
+    return v;
+}
+
+// Nearest even for |a| < 2^22 (all that the kernels round), by adding and taking off 1.5 * 2^23.
+static inline F f_round(F a) { return (a + 12582912.0f) - 12582912.0f; }
+static inline F f_scale2(F p, F n) {
+    const I e = __builtin_convertvector(n, I);
+    const I e1 = e >> 1;
+    const I e2 = e - e1;
+    return p * (F)((e1 + 127) << 23) * (F)((e2 + 127) << 23);
+}
+
+static inline I i_zero() { return I{}; }
+static inline I i_set1(int32_t x) { return I{} + x; }
+static inline I i_add(I a, I b) { return a + b; }
+static inline I i_sub(I a, I b) { return a - b; }
+static inline I i_mul(I a, I b) { return a * b; }
+template <int N>
+static inline I i_shl(I a) {
+    return a * (1 << N);
+}
+static inline F f_from_i(I a) { return __builtin_convertvector(a, F); }
+static inline I i_from_f(F a) { return __builtin_convertvector(f_round(a), I); }
+static inline int32_t i_sum(I a) {
+    int32_t s = 0;
+    for (int i = 0; i < 16; ++i) s += a[i];
+    return s;
+}
+static inline void store_i8(int8_t* p, I a) {
+    for (int i = 0; i < 16; ++i) {
+        p[i] = static_cast<int8_t>(a[i] > 127 ? 127 : a[i] < -128 ? -128 : a[i]);
+    }
+}
+
+static inline B b_load(const uint8_t* p) {
+    B v;
+    std::memcpy(&v, p, 64);
+    return v;
+}
+static inline B b_low(B a) { return a & 0x0f; }
+static inline B b_high(B a) { return a >> 4; }
+static inline B b_or_masked(B a, const uint8_t* mask64, uint8_t value) {
+    B on;
+    for (int i = 0; i < 64; ++i) on[i] = (mask64[i / 8] >> (i % 8)) & 1 ? value : 0;
+    return a | on;
+}
+template <int FIELD>
+static inline B b_pair(B a) {
+    return ((a >> (2 * FIELD)) & 3) << 4;
+}
+static inline B b_or(B a, B b) { return a | b; }
+
+static inline I dot_unsigned(I acc, B w, const int8_t* x4) {
+    for (int r = 0; r < 16; ++r) {
+        int32_t s = 0;
+        for (int j = 0; j < 4; ++j) s += static_cast<int32_t>(w[4 * r + j]) * x4[j];
+        acc[r] += s;
+    }
+    return acc;
+}
+constexpr bool kSignedNeedsBias = false;
+static inline B b_signed(B w) { return w; }
+static inline I dot_signed(I acc, B w, const int8_t* x4) {
+    for (int r = 0; r < 16; ++r) {
+        int32_t s = 0;
+        for (int j = 0; j < 4; ++j) s += static_cast<int32_t>(static_cast<int8_t>(w[4 * r + j])) * x4[j];
+        acc[r] += s;
+    }
+    return acc;
+}
+
+}  // namespace KVERN_PATH

@@ -1,0 +1,116 @@
+// Plain data that the orchestration (ops) and the per-path kernels share.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace kvern {
+
+enum class ElementType : int { F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K };
+enum class StreamType : int { FP32, FP16, BF16 };
+enum class Activation : int { SILU, GELU, GELU_TANH };
+
+constexpr int kGroupRows = 16;  // weight rows that lie interleaved, one per vector lane
+constexpr int kBlock = 32;      // activations share one scale per block of this many features
+constexpr int kTile = 64;       // keys per attention tile, in absolute position
+constexpr int kUnit = 256;      // keys per split unit, in absolute position; whole tiles
+constexpr int kMaxItemRows = 128;  // query rows (positions x heads) that share one packed tile
+
+// What the int8 product needs to know about one block of activations.
+struct BlockMeta {
+    float scale;       // x is about scale * q
+    float scaled_sum;  // scale * (sum of q), for formats with an offset per block
+    int32_t sum;       // sum of q
+    int32_t low_sum;   // sum of the first 16 q
+};
+
+struct QuantRows {
+    const int8_t* q;        // [num_rows, cols]
+    const BlockMeta* meta;  // [num_rows, cols / kBlock]
+    int64_t cols;
+};
+
+// One stream of one layer: page `b` starts at `pages + b * page_bytes + offset` and is
+// [num_heads, block_size, dim].
+struct StreamView {
+    const uint8_t* pages;
+    int64_t page_bytes;
+    int64_t num_blocks;
+    int64_t offset;
+    StreamType type;
+    int num_heads;
+    int block_size;
+    int dim;
+};
+
+struct AttendParams {
+    float scale;
+    int64_t window;     // 0: none
+    int64_t chunk;      // 0: none
+    int64_t num_sinks;
+    float softcap;      // 0: none
+    const float* sink_logits;  // [num_heads] or null
+};
+
+// One piece of attention work: some rows of one sequence and KV head over a run of split units.
+// Rows are (position, head of the group) pairs, position-major.
+struct AttendItem {
+    const int32_t* block_table;
+    int64_t seq_len;
+    int64_t first_position;  // of the item's first row
+    int num_positions;
+    int first_head;          // query head of the item's first row
+    int num_heads;           // heads per position
+    int kv_head;
+    int64_t unit_begin, unit_end;
+    const float* q;          // row (i, g): q + i * q_token_stride + g * key_dim
+    int64_t q_token_stride;
+    float* out;              // row (i, g): out + i * out_token_stride + g * value_dim
+    int64_t out_token_stride;
+    // When set, every unit's partial result is stored instead of `out`:
+    // row r, unit u: partial + (r * num_units + u - first_unit) * (value_dim_padded + 2)
+    float* partial;
+    int64_t partial_units, partial_first_unit;
+};
+
+struct AttendShape {
+    StreamView keys, values;
+    AttendParams params;
+    int value_dim_padded;  // to whole vectors
+};
+
+// The operations of one kernel path. All of them work on plain row ranges: threads, tiles and
+// buffers are the caller's business and can never change a bit.
+struct KernelTable {
+    const char* name;
+    void (*quantise_rows)(const float* x, int64_t cols, int64_t row_begin, int64_t row_end, int8_t* q,
+                          BlockMeta* meta);
+    // out[t, 0..16*num_groups) for `num_groups` consecutive groups; rows past num_rows are dropped.
+    void (*matmul_quant)(ElementType type, const uint8_t* groups, int64_t group_bytes, int64_t num_groups,
+                         int64_t num_rows, QuantRows x, int64_t num_tokens, float* out,
+                         int64_t out_stride);
+    void (*matmul_float)(ElementType type, const uint8_t* groups, int64_t group_bytes, int64_t num_groups,
+                         int64_t num_rows, const float* x, int64_t cols, int64_t num_tokens, float* out,
+                         int64_t out_stride);
+    void (*rms_norm)(const float* x, const float* weight, float eps, int64_t cols, int64_t row_begin,
+                     int64_t row_end, float* out);
+    void (*rotary)(float* x, int64_t token_stride, int heads, int dim, const int32_t* positions,
+                   const float* cos, const float* sin, int half, bool interleaved, int64_t row_begin,
+                   int64_t row_end);
+    void (*append)(const float* x, int64_t token_stride, StreamView stream, const int64_t* slots,
+                   int64_t row_begin, int64_t row_end);
+    void (*gated_activation)(const float* gate_up, Activation kind, int64_t cols, int64_t row_begin,
+                             int64_t row_end, float* out);
+    void (*add)(float* x, const float* y, int64_t begin, int64_t end);
+    size_t (*attend_scratch_bytes)(const AttendShape& shape);
+    // Returns the number of (row, visible key) pairs per head of the group that were computed.
+    int64_t (*attend_item)(const AttendShape& shape, const AttendItem& item, uint8_t* scratch);
+    // Merges a row's unit partials in position order and writes its result.
+    void (*attend_merge)(const AttendShape& shape, const float* partial, int64_t num_units, int head,
+                         float* out);
+};
+
+const KernelTable* portable_kernels();
+const KernelTable* avx2_kernels();
+const KernelTable* avx512_kernels();
+
+}  // namespace kvern
