@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import os
 import platform
 import sys
 from pathlib import Path
@@ -62,6 +63,7 @@ def _native_kernel_path() -> tuple[str | None, str | None]:
     try:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        return str(module.kernel_path()), None
+        chosen = os.environ.get("KVERN_KERNEL_PATH", "")  # as the native backend chooses
+        return chosen or str(module.available_paths()[0]), None
     except (ImportError, AttributeError) as error:
         return None, f"the native kernels do not load ({error})"
