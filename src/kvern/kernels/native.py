@@ -30,7 +30,19 @@ from kvern.kernels.protocol import (
 RECIPE = "r1"
 """Raised whenever any result bit of any native kernel changes."""
 
-ELEMENT_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+ELEMENT_TYPES = (
+    "F32",
+    "F16",
+    "BF16",
+    "Q8_0",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+)
 """What `NativeBackend.prepare` reads, in the extension's order."""
 
 STREAM_TYPES = ("fp32", "fp16", "bf16")
@@ -126,7 +138,9 @@ class NativeBackend:
             ValueError: sizes that do not fit together.
         """
         if weights_format not in WEIGHTS_FORMATS:
-            raise UsageError(f"weights_format {weights_format!r} is not one of {', '.join(WEIGHTS_FORMATS)}")
+            raise UsageError(
+                f"weights_format {weights_format!r} is not one of {', '.join(WEIGHTS_FORMATS)}"
+            )
         parts = []
         for tensor in tensors:
             if tensor.type not in _TYPE_INDEX:
