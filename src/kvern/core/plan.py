@@ -7,7 +7,8 @@ All of them are plain immutable data; named tuples, because a step makes hundred
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as SequenceOf
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvern.errors import InputError
+
+if TYPE_CHECKING:
+    from kvern.core.book import SequenceBook
 
 Int32 = npt.NDArray[np.int32]
 
@@ -73,7 +76,9 @@ class Request:
     def __post_init__(self) -> None:
         """Refuse what no scheduler could serve."""
         if len(self.prompt) == 0:
-            raise InputError(f"request {self.request_id}: the prompt is empty; give at least one token")
+            raise InputError(
+                f"request {self.request_id}: the prompt is empty; give at least one token"
+            )
         if self.n < 1:
             raise InputError(f"request {self.request_id}: n is {self.n}; it must be at least 1")
         if self.beam_width < 0 or 0 < self.beam_width < self.n:
@@ -128,6 +133,11 @@ class Table:
         """Name another block (or 0) at `index`."""
         self._ids[index] = block
 
+    def forget(self, start: int, stop: int) -> None:
+        """Set a run of entries to 0: their blocks have left the reach."""
+        self._ids[start:stop] = 0
+        self.first_live = stop
+
     def clear(self) -> None:
         """Forget every entry."""
         self.num_blocks = 0
@@ -179,7 +189,7 @@ class Sequence:
         self._tokens[: len(tokens)] = tokens
         self.tables = [Table() for _ in range(num_groups)]
         self.logprob = 0.0
-        self.book: Any = None  # the scheduler's own notes
+        self.book: SequenceBook  # the scheduler's own notes, set when it accepts the sequence
 
     def token_ids(self, start: int, stop: int) -> Int32:
         """Token ids of positions `start .. stop - 1`, int32; a view, never to be written."""

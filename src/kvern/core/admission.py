@@ -1,0 +1,203 @@
+"""Which waiting sequences start.
+
+By rank: priority, then arrival. A sequence starts when there is a seat, a token of budget, and room
+for all its present tokens. One whose prefix a running sequence is computing waits for that instead.
+One at the head that does not fit holds the others up for `max_head_of_line_wait_steps` steps, then
+they pass it; when that has gone on for long, running sequences of lower rank make way for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from kvern.core.config import STARVATION_FACTOR
+from kvern.core.matching import Match, match, no_match
+from kvern.core.miss import explain
+from kvern.core.planner import extend, lowest_below, withdraw
+from kvern.core.sequence import Sequence
+from kvern.core.state import Draft, SchedulerState
+
+MAX_PASSING = 32
+"""Waiting sequences behind a blocked head that are tried per step."""
+
+
+def admit(state: SchedulerState, draft: Draft) -> None:
+    """Start waiting sequences while seats, budget and room last."""
+    head: Sequence | None = None
+    num_tried = 0
+    for seq in tuple(state.waiting):
+        if draft.budget <= 0 or num_tried > MAX_PASSING:
+            break
+        if seq.book.beam_delivered or is_waiting_for_another(seq):
+            continue
+        if head is not None and not _may_pass(state, head):
+            break
+        num_tried += 1
+        if _has_seat(state) and _try_start(state, draft, seq):
+            continue
+        if seq.book.waits_for is not None:
+            continue
+        if head is None:
+            head = seq
+            if _make_way(state, draft, seq):
+                head = None
+        if not _has_seat(state):
+            break
+
+
+def _has_seat(state: SchedulerState) -> bool:
+    seats = min(state.config.max_num_seqs, state.config.max_num_batched_tokens)
+    return len(state.running) < seats
+
+
+def _may_pass(state: SchedulerState, head: Sequence) -> bool:
+    patience = state.config.max_head_of_line_wait_steps
+    blocked = head.book.blocked_steps
+    return patience < blocked <= STARVATION_FACTOR * max(patience, 1)
+
+
+def _make_way(state: SchedulerState, draft: Draft, head: Sequence) -> bool:
+    """Note that the head was blocked; after too long, preempt one sequence for it per step."""
+    head.book.blocked_steps += 1
+    limit = STARVATION_FACTOR * max(state.config.max_head_of_line_wait_steps, 1)
+    if head.book.blocked_steps <= limit:
+        return False
+    victim = lowest_below(state, draft, head)
+    if victim is None:
+        return False
+    withdraw(draft, victim)
+    state.preempt(victim)
+    return _has_seat(state) and _try_start(state, draft, head)
+
+
+def is_waiting_for_another(seq: Sequence) -> bool:
+    """Whether a running sequence is still computing what this one waits for."""
+    waits_for = seq.book.waits_for
+    if waits_for is None:
+        return False
+    other, length = waits_for
+    if other.book.is_running and other.num_computed_tokens < length:
+        return True
+    seq.book.waits_for = None
+    return False
+
+
+def _try_start(state: SchedulerState, draft: Draft, seq: Sequence) -> bool:
+    """Start a sequence from its longest hit if there is room for all its tokens."""
+    found = _look_up(state, seq)
+    if state.config.shares and not _takes_no_hit(seq):
+        other = _provider(state, seq, found)
+        if other is not None:
+            seq.book.waits_for = other
+            return False
+    full = found
+    while not _fits(state, seq, found):
+        if found.tail_node:
+            found = replace(found, tail_node=0, tail_tokens=0)
+            if state.index.has_states:
+                found = no_match(found.span, found.limit)
+        elif not state.running and found.num_tokens:
+            found = no_match(found.span, found.limit)
+        elif state.running or not state.expire_pins(everything=True):
+            return False
+    _start(state, draft, seq, full, found)
+    return True
+
+
+def _look_up(state: SchedulerState, seq: Sequence) -> Match:
+    if not state.config.shares or _takes_no_hit(seq):
+        return no_match(state.index.span, seq.num_tokens - 1)
+    return match(state.index, seq)
+
+
+def _takes_no_hit(seq: Sequence) -> bool:
+    request = seq.request
+    return (request.needs_all_logits or request.ignore_cache) and seq.num_generated_tokens == 0
+
+
+def _fits(state: SchedulerState, seq: Sequence, found: Match) -> bool:
+    """Whether the pool can hold the hit and room for the sequence's present tokens.
+
+    Groups of limited reach need room for one token at first; their chunks are cut to what is left.
+    """
+    residency, pool = state.residency, state.pool
+    blocks = [run[run != 0] for run in residency.hit_blocks(found)]
+    idle = sum(pool.num_idle(run) for run in (*blocks, *residency.source_blocks(found)))
+    needed = 0
+    start = found.num_spans * found.span
+    for rule in state.rules:
+        if rule.is_state:
+            needed += rule.pages_per_entry
+            continue
+        end = seq.num_tokens if rule.is_full else found.num_tokens + 1
+        needed += rule.num_blocks(end) - start // rule.block_size
+    return needed + idle <= pool.num_available
+
+
+def _start(state: SchedulerState, draft: Draft, seq: Sequence, full: Match, found: Match) -> None:
+    book, record = seq.book, seq.book.record
+    is_first = record.miss is None
+    if is_first:
+        record.miss = explain(state, seq, full, found)
+        record.num_cached_tokens = found.num_tokens
+    state.waiting.remove(seq)
+    state.start(seq)
+    state.residency.arrive(seq, found)
+    if book.tail is not None:
+        settled = state.residency.settle(seq, draft.ops, draft.held)
+        assert settled, "room for the copies was counted"
+        draft.fixed.add(seq.seq_id)
+        state.counters.copied_tokens += found.tail_tokens
+    book.blocked_steps = 0
+    _count_hit(state, seq, found.num_tokens, is_first=is_first)
+    extend(state, draft, seq)
+
+
+def _count_hit(state: SchedulerState, seq: Sequence, num_tokens: int, *, is_first: bool) -> None:
+    counters, book = state.counters, seq.book
+    if is_first:
+        counters.queries += seq.num_prompt_tokens
+        counters.hits += num_tokens
+        counters.misses += seq.num_prompt_tokens - num_tokens
+    known = min(book.high_water, num_tokens)
+    counters.resumed_tokens += known
+    if num_tokens > known:
+        new_prompt = min(num_tokens, seq.num_prompt_tokens) - min(known, seq.num_prompt_tokens)
+        counters.cached_prompt_tokens += new_prompt
+        counters.prompt_tokens += new_prompt
+        book.high_water = num_tokens
+
+
+def _provider(state: SchedulerState, seq: Sequence, found: Match) -> tuple[Sequence, int] | None:
+    """A running sequence that is computing more of this one's prefix than is stored already."""
+    best: tuple[Sequence, int] | None = None
+    for other in state.running:
+        if other.num_tokens - other.num_computed_tokens <= 1 or other.book.root != seq.book.root:
+            continue
+        length = _common_spans(state, seq, other) * state.index.span
+        if length <= found.num_tokens:
+            continue
+        if state.index.has_states:
+            length = state.residency.kept_until(other, length)
+            if length <= found.num_tokens or other.num_computed_tokens > length:
+                continue
+            length += 1  # the copy is made by the step behind it
+        elif other.num_computed_tokens >= length:
+            continue
+        if best is None or length > best[1]:
+            best = (other, length)
+    return best
+
+
+def _common_spans(state: SchedulerState, seq: Sequence, other: Sequence) -> int:
+    """Whole spans that two sequences have in common and the first may take from the cache."""
+    length = min(seq.num_tokens - 1, other.num_tokens)
+    places = [item.start for item in (*seq.request.media, *other.request.media)]
+    if places and seq.request.media != other.request.media:
+        length = min(length, *places)
+    differs = seq.token_ids(0, length) != other.token_ids(0, length)
+    if len(differs) and differs.any():
+        length = int(np.argmax(differs))
+    return length // state.index.span
