@@ -49,7 +49,7 @@ def random_tensor(element_type: str, rows: int, cols: int, seed: int = 0) -> Hos
 
 @dataclass
 class Cache:
-    """Sequences' keys and values, as numbers and as appended to pages whose every other byte is NaN."""
+    """Sequences' keys and values: as numbers, and appended to pages that hold NaN elsewhere."""
 
     keys: PagedStream
     values: PagedStream
@@ -79,7 +79,6 @@ class Shape:
 
 def build_cache(backend: Backend, shape: Shape) -> Cache:
     """Appends every sequence's rows at scattered blocks, then frees what no query can see."""
-    rng = np.random.default_rng(shape.seed)
     size = shape.block_size
     counts = [-(-n // size) for n in shape.lengths]
     width = STREAM_DTYPES[shape.dtype].itemsize
@@ -111,7 +110,6 @@ def build_cache(backend: Backend, shape: Shape) -> Cache:
         for block in range(counts[s]):
             if shape.params.num_sink_tokens <= block * size and (block + 1) * size <= first:
                 tables[s, block] = 0
-    del rng
     cu = np.concatenate([[0], np.cumsum(shape.q_lengths)]).astype(np.int32)
     positions = [np.arange(n - m, n) for n, m in zip(shape.lengths, shape.q_lengths, strict=True)]
     batch = AttendBatch(

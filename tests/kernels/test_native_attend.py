@@ -21,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("require_native")
 def tolerance(path: str, dtype: str, magnitude: float) -> float:
     """The stated error against float64 for values of order 1 (and keys of the given magnitude).
 
-    With float32 arithmetic only sums round. The avx512 path rounds queries and probabilities to bf16
-    beside bf16 keys and values: 2^-9 of a logit (of order `magnitude`) and of a probability.
+    With float32 arithmetic only sums round. Beside bf16 keys and values the avx512 path rounds
+    queries and probabilities to bf16: 2^-9 of a logit (of order `magnitude`) and of a probability.
     """
     if path == "avx512" and dtype == "bf16":
         return 0.012 * max(1.0, magnitude)

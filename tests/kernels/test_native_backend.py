@@ -24,8 +24,10 @@ pytestmark = pytest.mark.usefixtures("require_native")
 def test_it_is_a_backend() -> None:
     backend = NativeBackend(2)
     assert isinstance(backend, Backend)
-    assert backend.row_invariant and backend.num_threads == 2
-    assert native.native_available() and native.native_unavailable_reason() is None
+    assert backend.row_invariant
+    assert backend.num_threads == 2
+    assert native.native_available()
+    assert native.native_unavailable_reason() is None
 
 
 def test_paths_are_forced_by_argument_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,8 +75,8 @@ def test_wrong_shapes_raise_value_error() -> None:
     for slot in (0, 3, 12, -1):
         with pytest.raises(ValueError, match="outside blocks 1 to 2"):
             backend.append(np.zeros((1, 1, 2), np.float32), stream, np.array([slot], np.int64))
+    wide = PagedStream(np.zeros((3, 31), np.uint8), 0, "fp32", 1, 4, 2)
     with pytest.raises(ValueError, match="do not fit into pages"):
-        wide = PagedStream(np.zeros((3, 31), np.uint8), 0, "fp32", 1, 4, 2)
         backend.append(np.zeros((1, 1, 2), np.float32), wide, np.array([4], np.int64))
 
 

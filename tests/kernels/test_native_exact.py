@@ -1,4 +1,4 @@
-"""Bit-identity: a row's bits never depend on rows beside it, threads, chunking, blocks or placement."""
+"""Bit-identity: a row's bits never depend on other rows, threads, chunking, block size or placement."""
 
 from __future__ import annotations
 

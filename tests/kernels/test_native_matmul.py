@@ -39,7 +39,7 @@ def random_rows(num_tokens: int, cols: int, seed: int = 1) -> np.ndarray:
 
 
 def int8_error_bound(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """What rounding x to int8 per block of 32 can cost: half a step (1/254 of the block's largest) each."""
+    """What rounding x to int8 can cost: half a step, 1/254 of the block's largest, per feature."""
     blocks = np.abs(x).reshape(len(x), -1, 32).max(axis=2)
     steps = np.repeat(blocks / 254.0, 32, axis=1)
     return steps @ np.abs(w).T.astype(np.float64)
