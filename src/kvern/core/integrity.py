@@ -128,7 +128,8 @@ def _table_problems(state: SchedulerState) -> Iterator[str]:
             for block in blocks[sealed:].tolist():
                 if block and owners.setdefault(block, seq.seq_id) != seq.seq_id:
                     yield f"open block {block} is in the tables of two sequences"
-            head, first = rule.kept(seq.num_computed_tokens)
+            to_copy = book.tail.num_tokens if book.tail else 0
+            head, first = rule.kept(seq.num_computed_tokens + to_copy)
             needed = blocks if rule.is_state else np.concatenate((blocks[:head], blocks[first:]))
             if not needed.all():
                 yield f"sequence {seq.seq_id} lacks a block that group {rule.index} needs"

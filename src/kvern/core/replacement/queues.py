@@ -177,10 +177,12 @@ class ScoredQueue:
         if self._late:
             self._ready = self._sorted(np.unique(np.concatenate((self._ready, *self._late))))
             self._late.clear()
-        ready = self._ready[(refs[self._ready] == 0) & (self._score[self._ready] < self._bound)]
+        ready: Int32 = self._ready
+        ready = ready[(refs[ready] == 0) & (self._score[ready] < self._bound)]
         if len(ready) < count:
             ready = self._select(count, refs)
-        victims, self._ready = ready[:count], ready[count:]
+        victims: Int32 = ready[:count]
+        self._ready = ready[count:]
         if len(victims):
             self._age = max(self._age, float(self._score[victims[-1]]))
         return victims
