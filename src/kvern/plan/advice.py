@@ -1,0 +1,143 @@
+"""What people get wrong, said in time: warnings, and the smallest change that would fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvern.errors import KvernError
+from kvern.plan.devices import load_devices
+from kvern.plan.engines import load_engine
+from kvern.plan.request import PlanRequest
+from kvern.plan.result import Plan
+from kvern.plan.weights import WEIGHT_BITS, Weights, weight_bits, weights_of
+from kvern.spec.budget import format_size
+from kvern.spec.content import Heads, Latent
+from kvern.spec.layers import ModelSpec
+
+NARROW_WEIGHTS = ("fp8", "int8", "int4", "nvfp4", "mxfp4", "q4_0", "q4_k_m", "q5_k_m", "q8_0")
+
+
+def warnings_for(answer: Plan) -> tuple[str, ...]:
+    """Warnings about an answer, most important first."""
+    request, model = answer.request, answer.request.model
+    found: list[str] = []
+    if not answer.allocation.fits:
+        found.append(
+            f"one request of {answer.context:,} tokens does not fit: it needs "
+            f"{format_size(answer.allocation.bytes_for_context)}; the longest that fits has "
+            f"{answer.max_model_len:,} tokens"
+        )
+    limit = model.max_model_len
+    if limit is not None and request.context is not None and request.context > limit:
+        found.append(
+            f"{request.context:,} tokens are asked for and the model's own limit is {limit:,}: "
+            "beyond it positions were never trained"
+        )
+    found += _replication(request, model)
+    found += _formats(request)
+    found += _memory(request)
+    if answer.allocation.fits and answer.allocation.max_concurrency < 2 and request.context is None:
+        found.append(
+            "one request at the model's full length fills most of the pool: give the length your "
+            "requests really reach with --context, output included"
+        )
+    return tuple(found)
+
+
+def _replication(request: PlanRequest, model: ModelSpec) -> list[str]:
+    if request.tp == 1:
+        return []
+    contents = [cache.content for layer in model.layers for cache in layer.caches]
+    heads = [c.num_kv_heads for c in contents if isinstance(c, Heads)]
+    found: list[str] = []
+    if heads and min(heads) < request.tp:
+        copies = request.tp // min(heads)
+        found.append(
+            f"{min(heads)} KV heads over {request.tp} tensor ranks: each head is stored "
+            f"{copies} times, so the cache per rank shrinks by {min(heads)} and not by {request.tp}"
+        )
+    if any(isinstance(c, Latent) for c in contents) and request.dcp == 1:
+        found.append(
+            f"the MLA latent is replicated on all {request.tp} tensor ranks: more ranks do not "
+            "shrink the cache per rank; --dcp or data parallelism does"
+        )
+    return found
+
+
+def _formats(request: PlanRequest) -> list[str]:
+    if request.weights_format is None or request.kv_format not in (None, "auto"):
+        return []
+    name = request.weights_format.lower()
+    if name not in NARROW_WEIGHTS:
+        return []
+    return [
+        f"weights in {name} do not make the cache narrower: KV stays in 16 bit unless --kv-format "
+        "says otherwise"
+    ]
+
+
+def _memory(request: PlanRequest) -> list[str]:
+    found: list[str] = []
+    device = request.device
+    if device is not None and request.memory is None:
+        marketed = device.memory_gb_marketed
+        if device.memory_is_estimated:
+            found.append(
+                f"no driver report is known for {device.name}: {format_size(device.memory_bytes)} "
+                f"is the marketed {marketed:g} GB times 0.985; give --memory SIZE if you know it"
+            )
+        else:
+            gap = marketed * 2**30 - device.memory_bytes
+            if gap > 2**28:
+                found.append(
+                    f"the {marketed:g} GB on the box are {format_size(device.memory_bytes)} to the "
+                    f"driver, {format_size(gap)} less than {marketed:g} GiB"
+                )
+        if device.confidence == "low":
+            found.append(f"the catalogue's row for {device.name} has low confidence")
+    return found
+
+
+def smallest_change(request: PlanRequest, weights: Weights, lacking: int) -> str:
+    """The smallest change with which the weights and the reserve leave room for KV."""
+    options: list[str] = []
+    utilization = request.utilization
+    total = request.total_memory or 0
+    for tp in (2, 4, 8, 16):
+        if tp > request.tp and _leaves_room(replace(request, dcp=1), tp, total):
+            options.append(f"--tp {tp}")
+            break
+    bits, name = weight_bits(request.weights_format, request.model)
+    for other, other_bits in sorted(WEIGHT_BITS.items(), key=lambda item: -item[1]):
+        if request.weights_bytes is None and other_bits < bits and other != name:
+            saved = max(weights.per_stage) * (1 - other_bits / bits)
+            if saved > lacking:
+                options.append(f"--weights-format {other}")
+                break
+    if utilization is not None and total * 1.0 - total * utilization > lacking:
+        needed = utilization + lacking / total
+        options.append(f"--utilization {min(needed + 0.005, 1.0):.2f}")
+    need = total + lacking
+    larger = sorted(
+        (d.memory_bytes, d.id) for d in load_devices().values()
+        if d.memory_bytes > need * 1.12 and not d.is_cpu
+    )  # fmt: skip
+    if larger:
+        options.append(f"--device {larger[0][1]}")
+    if not options:
+        return f"it takes {format_size(need)} of memory or more ranks"
+    if len(options) == 1:
+        return f"the smallest change that fits is {options[0]}"
+    return f"the smallest change that fits is {options[0]}; {' or '.join(options[1:])} also fits"
+
+
+def _leaves_room(request: PlanRequest, tp: int, total: int) -> bool:
+    try:
+        wider = replace(request, tp=tp)
+        weights = weights_of(wider)
+        engine = load_engine(request.engine)
+        share = request.utilization or engine.default_utilization(wider)
+        reserve = request.reserve if request.reserve is not None else engine.reserve(wider)[0]
+    except KvernError:
+        return False
+    return weights is not None and int(total * share) - max(weights.per_stage) - reserve > 0
