@@ -1,7 +1,4 @@
-"""Random-weight Llama models, saved by transformers and run by kvern: float32 logits agree.
-
-Agree means: every logit within 2e-4 of its row's logit range.
-"""
+"""Random-weight Llama models, saved by transformers and run by kvern: float32 logits agree."""
 
 from __future__ import annotations
 
@@ -11,17 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvern.kernels.protocol import AttendBatch, Backend, PagedStream
 from kvern.kernels.reference import ReferenceBackend
-from kvern.models.decoder import Decoder, LayerCache
-from kvern.models.families import family_of
-from kvern.models.weights import open_weights
-from kvern.models.workspace import Workspace
+from tests.models.harness import Case, alone, assert_agrees, check_exactness, decoder_of, run, save_model, their_logits
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-TOLERANCE = 2e-4
+FIELDS: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 199,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "gqa": {},
@@ -45,103 +44,35 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         }
     },
+    "dynamic-rope": {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
     "head-dim": {"head_dim": 24},
-    "bf16-file": {"torch_dtype": "bfloat16"},
 }
 
 
-def save_model(folder: Path, changes: dict[str, Any], sharded: bool = False) -> Any:
-    """A small Llama saved as a folder; returns the transformers model in float32."""
-    torch.manual_seed(1)
-    fields: dict[str, Any] = {
-        "hidden_size": 96,
-        "intermediate_size": 160,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "vocab_size": 199,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.2,
-        **changes,
-    }
-    dtype = fields.pop("torch_dtype", "float32")
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields))
-    for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):
-            torch.nn.init.normal_(parameter, std=0.3)
-    model = model.to(getattr(torch, dtype))
-    model.save_pretrained(folder, max_shard_size="100KB" if sharded else "1GB")
-    # Loaded again: .to(bfloat16).float() would leave rounded rotary frequencies behind.
-    return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def decoder_of(folder: Path, backend: Backend) -> Decoder:
-    import json
-
-    config = json.loads((folder / "config.json").read_text())
-    family = family_of(config)
-    return Decoder(family.describe(config), family, open_weights(folder), backend, "fp32")
-
-
-def run_chunks(decoder: Decoder, ids: np.ndarray, chunks: list[int], block_size: int = 4) -> np.ndarray:
-    """Logits of every position, computed chunk by chunk over one paged cache."""
-    config = decoder.config
-    layer = config.layers[0]
-    stream_bytes = layer.num_kv_heads * block_size * layer.key_dim * 4
-    num_blocks = 1 + -(-len(ids) // block_size)
-    pages = np.zeros((num_blocks, 2 * stream_bytes * len(config.layers)), np.uint8)
-    shape = ("fp32", layer.num_kv_heads, block_size, layer.key_dim)
-    cache = [
-        LayerCache(
-            PagedStream(pages, 2 * i * stream_bytes, *shape),
-            PagedStream(pages, (2 * i + 1) * stream_bytes, *shape),
-            0,
-        )
-        for i in range(len(config.layers))
-    ]
-    table = np.random.default_rng(0).permutation(np.arange(1, num_blocks)).astype(np.int32)
-    workspace = Workspace(config, max(chunks))
-    rows, start = [], 0
-    for size in chunks:
-        positions = np.arange(start, start + size, dtype=np.int32)
-        slots = table[positions // block_size].astype(np.int64) * block_size + positions % block_size
-        batch = AttendBatch(
-            np.array([0, size], np.int32),
-            np.array([start + size], np.int32),
-            table[None],
-            positions,
-            slots,
-        )
-        hidden, _ = decoder.forward(ids[start : start + size], [batch], cache, workspace)
-        out = np.empty((size, config.vocab_size), np.float32)
-        decoder.logits(hidden, out)
-        rows.append(out)
-        start += size
-    assert start == len(ids)
-    return np.concatenate(rows)
-
-
-def assert_agrees(ours: np.ndarray, theirs: np.ndarray) -> None:
-    spread = theirs.max(-1, keepdims=True) - theirs.min(-1, keepdims=True)
-    assert np.max(np.abs(ours - theirs) / spread) < TOLERANCE
+def case_of(variant: str) -> Case:
+    return Case("llama", "LlamaForCausalLM", {**FIELDS, **VARIANTS[variant]})
 
 
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_logits_agree_in_one_pass_in_chunks_and_token_by_token(tmp_path: Path, variant: str) -> None:
-    model = save_model(tmp_path, VARIANTS[variant])
-    ids = np.random.default_rng(5).integers(0, 199, 90).astype(np.int32)
-    with torch.no_grad():
-        theirs = model(torch.tensor(ids[None].astype(np.int64))).logits[0].numpy()
+    model = save_model(tmp_path, case_of(variant))
     decoder = decoder_of(tmp_path, ReferenceBackend())
-    for chunks in ([90], [1] * 90, [7, 1, 30, 2, 50]):
-        assert_agrees(run_chunks(decoder, ids, chunks), theirs)
+    check_exactness(decoder, lambda ids: their_logits(model, ids))
+    ids = np.random.default_rng(5).integers(0, 199, 90).astype(np.int32)
+    theirs = their_logits(model, ids)
+    for chunks in ([90], [7, 1, 30, 2, 50]):
+        assert_agrees(run(decoder, [ids], alone(*chunks))[0], theirs)
+
+
+def test_a_bf16_file_is_read_as_it_is(tmp_path: Path) -> None:
+    model = save_model(tmp_path, case_of("gqa"), dtype="bfloat16")
+    check_exactness(decoder_of(tmp_path, ReferenceBackend()), lambda ids: their_logits(model, ids))
 
 
 def test_a_sharded_folder_loads_like_a_single_file(tmp_path: Path) -> None:
-    model = save_model(tmp_path, {}, sharded=True)
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    model = save_model(tmp_path, case_of("gqa"))
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
     ids = np.arange(20, dtype=np.int32)
-    with torch.no_grad():
-        theirs = model(torch.tensor(ids[None].astype(np.int64))).logits[0].numpy()
-    assert_agrees(run_chunks(decoder_of(tmp_path, ReferenceBackend()), ids, [20]), theirs)
+    decoder = decoder_of(tmp_path / "sharded", ReferenceBackend())
+    assert_agrees(run(decoder, [ids], alone(20))[0], their_logits(model, ids))

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvern.models.names import TensorNames
+
 Config = Mapping[str, Any]
 """A configuration in Hugging Face's ``config.json`` form."""
 
@@ -23,12 +25,79 @@ class RopeConfig:
         rotary_dim: how many of a head's dims turn.
         scaling: the ``rope_scaling`` entry of the configuration, or empty.
         original_max_positions: the length the model was first trained on, where a scaling kind needs it.
+        interleaved: pairs are neighbours, (0, 1), (2, 3), ..., instead of (i, i + rotary_dim / 2).
     """
 
     theta: float
     rotary_dim: int
     scaling: Mapping[str, Any] = field(default_factory=dict, hash=False)
     original_max_positions: int | None = None
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), always absorbed.
+
+    The layer's ``key_dim`` is ``latent_dim + rope_dim``, its ``value_dim`` the width of a value head.
+
+    Attributes:
+        latent_dim: compressed keys and values of a token.
+        rope_dim: the rotary key that all heads share.
+        nope_dim: width of a query head without its rotary part.
+        query_rank: rank of the compressed query; None for a direct projection.
+        norm_eps: of the norms inside the layer.
+    """
+
+    latent_dim: int
+    rope_dim: int
+    nope_dim: int
+    query_rank: int | None = None
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A feed-forward layer of routed experts.
+
+    Each token's contributions are summed in order of the expert's id; equal scores go to the lower id.
+
+    Attributes:
+        num_experts: routed experts.
+        num_chosen: experts per token.
+        intermediate_size: width of one expert.
+        scoring: ``softmax`` over all experts, ``sigmoid``, or ``softmax_chosen`` over the chosen logits.
+        is_normalized: the chosen scores are divided by their sum.
+        routed_scale: factor on the chosen scores.
+        num_groups: experts are split into this many equal groups, of which `num_chosen_groups` compete.
+        group_score: a group's score: the ``max`` of its experts', or the sum of its best two (``top2``).
+        scales_input: the score multiplies an expert's input instead of its output (Llama 4).
+        shared_size: width of the shared expert that every token uses; 0 for none.
+        has_shared_gate: the shared expert's output is multiplied by a learned sigmoid gate.
+        has_score_bias: a bias per expert takes part in the choice, not in the weights (DeepSeek-V3).
+        has_router_bias: the router is affine.
+        has_bias: experts' projections are affine.
+        activation: as in `LayerConfig`; ``clamped_swiglu`` is gpt-oss's, with `clamp` and `alpha`.
+    """
+
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int
+    scoring: str = "softmax"
+    is_normalized: bool = False
+    routed_scale: float = 1.0
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    group_score: str = "max"
+    scales_input: bool = False
+    shared_size: int = 0
+    has_shared_gate: bool = False
+    has_score_bias: bool = False
+    has_router_bias: bool = False
+    has_bias: bool = False
+    activation: str = "silu"
+    clamp: float = 7.0
+    alpha: float = 1.702
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +106,22 @@ class LayerConfig:
 
     Attributes:
         scale: factor on q·k, usually ``key_dim ** -0.5``.
-        window: sliding window, None for all past tokens.
-        rope: rotary embedding, None for a layer without positions.
+        intermediate_size: width of the dense feed-forward part (0 when there are only experts).
+        activation: ``silu``, ``gelu``, ``gelu_tanh`` or ``relu``.
+        rope: rotary embedding, None for a layer without.
+        window: sliding window; query p sees p-window+1..p. None for all past tokens.
+        chunk: query p sees from ``p // chunk * chunk``. None for all past tokens.
         softcap: cap on attention logits, None for none.
-        activation: ``silu``, ``gelu`` or ``gelu_tanh``.
+        qk_norm: RMS norm of queries and keys before the rotation: per ``head``, over ``all`` heads at once;
+            ``unit``: per head without a weight, after the rotation (Llama 4); None for none.
+        has_sinks: a learned logit per head takes part in the softmax without a value (gpt-oss).
+        query_temperature: (floor, factor): queries at position p are multiplied by
+            ``1 + factor * log(1 + floor((p + 1) / floor))`` (arXiv:2501.19399; Llama 4). None for none.
+        has_gate: attention's output is multiplied by a sigmoid gate that the query projection also yields
+            (Qwen3-Next).
+        is_gated: the feed-forward part is ``act(gate) * up`` rather than ``act(up)``.
+        latent: set for multi-head latent attention.
+        experts: set for a layer of experts.
     """
 
     num_heads: int
@@ -52,7 +133,15 @@ class LayerConfig:
     activation: str
     rope: RopeConfig | None
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
+    qk_norm: str | None = None
+    has_sinks: bool = False
+    query_temperature: tuple[float, float] | None = None
+    has_gate: bool = False
+    is_gated: bool = True
+    latent: LatentConfig | None = None
+    experts: ExpertsConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +149,21 @@ class DecoderConfig:
     """A whole decoder.
 
     Attributes:
-        embedding_scale: factor on the embedded tokens.
-        attention_bias: q, k, v (and output, where the file has it) carry a bias vector.
+        norm: ``rms`` or ``layer``.
+        norm_offset: added to the norm weights of a Hugging Face folder (Gemma stores w - 1; a GGUF file of
+            the same model stores w).
+        norm_bias: layer norms carry a bias.
+        norm_weight: norms carry a weight at all (OLMo 1 does not).
         tie_embeddings: the output head is the embedding matrix.
+        head_bias: the output head carries a bias.
+        is_parallel: attention and feed-forward both read the layer's input, and both are added to it.
+        embedding_scale: factor on the embedded tokens.
+        residual_scale: factor on what each part adds to the residual stream.
+        logit_scale: factor on the logits.
+        logit_softcap: logits become ``cap * tanh(logits / cap)``; None for none.
+        num_learned_positions: rows of a learned position embedding; 0 for none.
+        position_offset: added to a position before it is looked up there.
+        qkv_bias: q, k and v carry a bias vector, and `output_bias`, `mlp_bias` likewise.
     """
 
     hidden_size: int
@@ -71,28 +172,21 @@ class DecoderConfig:
     norm_eps: float
     layers: tuple[LayerConfig, ...]
     tie_embeddings: bool
+    norm: str = "rms"
+    norm_offset: float = 0.0
+    norm_bias: bool = False
+    norm_weight: bool = True
+    head_bias: bool = False
+    is_parallel: bool = False
     embedding_scale: float = 1.0
-    attention_bias: bool = False
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    num_learned_positions: int = 0
+    position_offset: int = 0
+    qkv_bias: bool = False
+    output_bias: bool = False
     mlp_bias: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TensorNames:
-    """Where a file keeps each weight; ``{i}`` is the layer."""
-
-    embedding: str
-    final_norm: str
-    head: str
-    attention_norm: str
-    q: str
-    k: str
-    v: str
-    output: str
-    mlp_norm: str
-    gate: str
-    up: str
-    down: str
-    rope_factors: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +199,12 @@ class Family:
         gguf_architectures: ``general.architecture`` values that belong to it.
         describe: configuration to `DecoderConfig`; refuses what the decoder does not do, by name.
         hf_names: tensor names in a Hugging Face folder.
-        gguf_names: tensor names in a GGUF file.
+        gguf_names: tensor names in a GGUF file; None when the family has no GGUF reader here.
         gguf_rope_interleaved: GGUF files of this family store q and k rows so that rotary pairs are
             neighbours.
+        fused_rows: for files that store q, k and v in one matrix of another row order: the order's row
+            indices, q rows first, then k, then v.
+        is_transposed: matrices of a Hugging Face folder are stored ``[in, out]`` (GPT-2).
     """
 
     name: str
@@ -115,5 +212,7 @@ class Family:
     gguf_architectures: tuple[str, ...]
     describe: Callable[[Config], DecoderConfig]
     hf_names: TensorNames
-    gguf_names: TensorNames
+    gguf_names: TensorNames | None = None
     gguf_rope_interleaved: bool = False
+    fused_rows: Callable[[LayerConfig], Any] | None = None
+    is_transposed: bool = False

@@ -2,6 +2,13 @@
 
 It asks a `Backend` for every operation, passes preallocated outputs, and reads keys and values only through
 the cache: also those it has just computed, so that a token's result cannot depend on where a chunk began.
+
+    usual        x += attention(norm(x));                    x += feed_forward(norm(x))
+    sandwich     x += norm(attention(norm(x)));              x += norm(feed_forward(norm(x)))
+    after only   x += norm(attention(x));                    x += norm(feed_forward(x))
+    parallel     x += attention(norm(x)) + feed_forward(norm(x))
+
+Which of these a family does follows from the norms that it names (`kvern.models.names`).
 """
 
 from __future__ import annotations
@@ -12,18 +19,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvern.kernels.protocol import (
-    AttendBatch,
-    AttendParams,
-    Backend,
-    HostTensor,
-    PagedStream,
-    Weight,
-)
-from kvern.models.config import DecoderConfig, Family, LayerConfig, RopeConfig
-from kvern.models.rope import RopeTable
+from kvern.kernels.protocol import AttendBatch, Backend
+from kvern.models.attention import HeadsAttention, LayerCache
+from kvern.models.config import DecoderConfig, Family
+from kvern.models.feed_forward import Dense, Experts
+from kvern.models.latent import LatentAttention
+from kvern.models.loader import Loader
+from kvern.models.rowwise import Norm
 from kvern.models.weights import WeightSource
-from kvern.models.workspace import LayerBuffers, StepBuffers, Workspace
+from kvern.models.workspace import StepBuffers, Workspace
+
+__all__ = ["Decoder", "LayerCache", "LayerTrace"]
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -32,29 +38,16 @@ LayerTrace = Callable[[int, F32], None]
 """Called with (layer, hidden ``[T, hidden_size]``) after each layer; must not keep the array."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer's prepared weights; q, k, v are stacked, and so are gate and up."""
+@dataclass(slots=True)
+class DecoderLayer:
+    """One layer's parts; a norm that is None does not exist in the family."""
 
-    attention_norm: F32
-    qkv: Weight
-    qkv_bias: F32 | None
-    output: Weight
-    output_bias: F32 | None
-    mlp_norm: F32
-    gate_up: Weight
-    gate_up_bias: F32 | None
-    down: Weight
-    down_bias: F32 | None
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCache:
-    """Where one layer's keys and values lie, and which of the step's batches (KV groups) it reads."""
-
-    keys: PagedStream
-    values: PagedStream
-    group: int
+    attention_norm: Norm | None
+    attention: HeadsAttention | LatentAttention
+    post_attention_norm: Norm | None
+    mlp_norm: Norm | None
+    feed_forward: Dense | Experts
+    post_mlp_norm: Norm | None
 
 
 class Decoder:
@@ -73,17 +66,25 @@ class Decoder:
         Raises:
             ModelError: a tensor is missing or has the wrong shape.
         """
-        self.config = config
+        loader = Loader(config, family, source, backend, weights_format)
+        self.config = loader.config
         self.backend = backend
-        loader = _Loader(config, family, source, backend, weights_format)
-        self.embedding, self.head, self.final_norm = loader.ends()
-        self.layers = [loader.layer(index) for index in range(len(config.layers))]
-        self._params = [
-            AttendParams(scale=layer.scale, window=layer.window, softcap=layer.softcap)
-            for layer in config.layers
-        ]
-        self._rope_interleaved = source.is_gguf and family.gguf_rope_interleaved
-        self._rope_tables = loader.rope_tables()
+        self.embedding, self.head, self.head_bias = loader.ends()
+        self.positions = loader.position_embedding()
+        self.final_norm = loader.final_norm()
+        self.layers = [self._layer(loader, index) for index in range(len(config.layers))]
+
+    @staticmethod
+    def _layer(loader: Loader, index: int) -> DecoderLayer:
+        before_attention, after_attention, before_mlp, after_mlp = loader.norms(index)
+        return DecoderLayer(
+            before_attention,
+            loader.attention(index),
+            after_attention,
+            before_mlp,
+            loader.feed_forward(index),
+            after_mlp,
+        )
 
     def forward(
         self,
@@ -108,152 +109,96 @@ class Decoder:
         """
         buffers = workspace.rows(len(token_ids))
         hidden, products = buffers.hidden, 0
-        self.backend.embed(self.embedding, token_ids, hidden)
-        if self.config.embedding_scale != 1.0:
-            hidden *= np.float32(self.config.embedding_scale)
+        self._embed(token_ids, batches[0].positions, buffers)
         num_positions = int(batches[0].positions.max()) + 1
-        for index, layer in enumerate(self.config.layers):
-            layer_cache, weights = cache[index], self.layers[index]
-            batch, views = batches[layer_cache.group], buffers.layers[index]
-            self._project(layer, weights, buffers, views, batch, num_positions)
-            products += self._attend(index, weights, layer_cache, buffers, views, batch)
-            self._feed_forward(layer, weights, buffers, views)
+        run_layer = self._parallel_layer if self.config.is_parallel else self._serial_layer
+        for index, layer in enumerate(self.layers):
+            layer_cache = cache[index]
+            products += run_layer(
+                layer, index, buffers, batches[layer_cache.group], layer_cache, num_positions
+            )
             if trace is not None:
                 trace(index, hidden)
-        self.backend.rms_norm(hidden, self.final_norm, self.config.norm_eps, buffers.normed)
+        self.final_norm.apply(self.backend, hidden, buffers.normed)
         return buffers.normed, products
 
     def logits(self, hidden: F32, out: F32) -> None:
         """``out [n, vocab_size]`` for final hidden states ``[n, hidden_size]``."""
         self.backend.matmul(hidden, self.head, out)
+        if self.head_bias is not None:
+            out += self.head_bias
+        if self.config.logit_scale != 1.0:
+            out *= np.float32(self.config.logit_scale)
+        if self.config.logit_softcap is not None:
+            cap = np.float32(self.config.logit_softcap)
+            out /= cap
+            np.tanh(out, out=out)
+            out *= cap
 
-    def _project(
-        self,
-        layer: LayerConfig,
-        weights: LayerWeights,
-        buffers: StepBuffers,
-        views: LayerBuffers,
-        batch: AttendBatch,
-        num_positions: int,
-    ) -> None:
-        backend = self.backend
-        backend.rms_norm(buffers.hidden, weights.attention_norm, self.config.norm_eps, buffers.normed)
-        backend.matmul(buffers.normed, weights.qkv, views.qkv)
-        if weights.qkv_bias is not None:
-            views.qkv[...] += weights.qkv_bias
-        if layer.rope is not None:
-            cos, sin = self._rope_tables[layer.rope].cover(num_positions)
-            backend.rotary(views.q, batch.positions, cos, sin, self._rope_interleaved)
-            backend.rotary(views.k, batch.positions, cos, sin, self._rope_interleaved)
+    def _embed(self, token_ids: I32, positions: I32, buffers: StepBuffers) -> None:
+        config = self.config
+        self.backend.embed(self.embedding, token_ids, buffers.hidden)
+        if config.embedding_scale != 1.0:
+            buffers.hidden[...] *= np.float32(config.embedding_scale)
+        if self.positions is not None:
+            rows = positions + np.int32(config.position_offset)
+            self.backend.embed(self.positions, rows, buffers.delta)
+            self.backend.add(buffers.hidden, buffers.delta)
 
-    def _attend(
+    def _serial_layer(
         self,
+        layer: DecoderLayer,
         index: int,
-        weights: LayerWeights,
-        cache: LayerCache,
         buffers: StepBuffers,
-        views: LayerBuffers,
         batch: AttendBatch,
+        cache: LayerCache,
+        num_positions: int,
     ) -> int:
-        backend = self.backend
-        backend.append(views.k, cache.keys, batch.slot_mapping)
-        backend.append(views.v, cache.values, batch.slot_mapping)
-        products = backend.attend(
-            views.q, cache.keys, cache.values, batch, self._params[index], views.attended
+        backend, views = self.backend, buffers.layers[index]
+        x = self._normed(layer.attention_norm, buffers)
+        products = layer.attention.run(
+            backend, x, buffers.delta, views, batch, cache, num_positions
         )
-        backend.matmul(views.attended_rows, weights.output, buffers.delta)
-        if weights.output_bias is not None:
-            buffers.delta[...] += weights.output_bias
-        backend.add(buffers.hidden, buffers.delta)
+        self._add(layer.post_attention_norm, buffers)
+        x = self._normed(layer.mlp_norm, buffers)
+        layer.feed_forward.run(backend, x, buffers.delta, views)
+        self._add(layer.post_mlp_norm, buffers)
         return products
 
-    def _feed_forward(
-        self, layer: LayerConfig, weights: LayerWeights, buffers: StepBuffers, views: LayerBuffers
-    ) -> None:
-        backend = self.backend
-        backend.rms_norm(buffers.hidden, weights.mlp_norm, self.config.norm_eps, buffers.normed)
-        backend.matmul(buffers.normed, weights.gate_up, views.gate_up)
-        if weights.gate_up_bias is not None:
-            views.gate_up[...] += weights.gate_up_bias
-        backend.gated_activation(views.gate_up, layer.activation, views.activated)
-        backend.matmul(views.activated, weights.down, buffers.delta)
-        if weights.down_bias is not None:
-            buffers.delta[...] += weights.down_bias
-        backend.add(buffers.hidden, buffers.delta)
-
-
-class _Loader:
-    """Takes a family's tensors by their names and hands them to the backend."""
-
-    def __init__(
+    def _parallel_layer(
         self,
-        config: DecoderConfig,
-        family: Family,
-        source: WeightSource,
-        backend: Backend,
-        weights_format: str,
-    ) -> None:
-        self.config = config
-        self.source = source
-        self.backend = backend
-        self.weights_format = weights_format
-        self.names = family.gguf_names if source.is_gguf else family.hf_names
-
-    def _prepare(self, *tensors: HostTensor) -> Weight:
-        return self.backend.prepare(tensors, self.weights_format)
-
-    def ends(self) -> tuple[Weight, Weight, F32]:
-        """The embedding, the output head (the same object when tied) and the final norm."""
-        config, names = self.config, self.names
-        shape = config.vocab_size, config.hidden_size
-        embedding = self._prepare(self.source.matrix(names.embedding, *shape))
-        tied = config.tie_embeddings or (self.source.is_gguf and names.head not in self.source)
-        head = embedding if tied else self._prepare(self.source.matrix(names.head, *shape))
-        return embedding, head, self.source.vector(names.final_norm, config.hidden_size)
-
-    def layer(self, index: int) -> LayerWeights:
-        """All weights of one layer."""
-        names, hidden = self.names, self.config.hidden_size
-        layer = self.config.layers[index]
-
-        def matrix(template: str, rows: int, cols: int) -> HostTensor:
-            return self.source.matrix(template.format(i=index), rows, cols)
-
-        def bias(wanted: bool, *parts: tuple[str, int]) -> F32 | None:
-            if not wanted:
-                return None
-            named = ((t.format(i=index).removesuffix(".weight") + ".bias", n) for t, n in parts)
-            return np.concatenate([self.source.vector(name, size) for name, size in named])
-
-        q_rows = layer.num_heads * layer.key_dim
-        k_rows, v_rows = layer.num_kv_heads * layer.key_dim, layer.num_kv_heads * layer.value_dim
-        inner = layer.intermediate_size
-        attention_bias, mlp_bias = self.config.attention_bias, self.config.mlp_bias
-        return LayerWeights(
-            attention_norm=self.source.vector(names.attention_norm.format(i=index), hidden),
-            qkv=self._prepare(
-                matrix(names.q, q_rows, hidden),
-                matrix(names.k, k_rows, hidden),
-                matrix(names.v, v_rows, hidden),
-            ),
-            qkv_bias=bias(attention_bias, (names.q, q_rows), (names.k, k_rows), (names.v, v_rows)),
-            output=self._prepare(matrix(names.output, hidden, layer.num_heads * layer.value_dim)),
-            output_bias=bias(attention_bias, (names.output, hidden)),
-            mlp_norm=self.source.vector(names.mlp_norm.format(i=index), hidden),
-            gate_up=self._prepare(matrix(names.gate, inner, hidden), matrix(names.up, inner, hidden)),
-            gate_up_bias=bias(mlp_bias, (names.gate, inner), (names.up, inner)),
-            down=self._prepare(matrix(names.down, hidden, inner)),
-            down_bias=bias(mlp_bias, (names.down, hidden)),
+        layer: DecoderLayer,
+        index: int,
+        buffers: StepBuffers,
+        batch: AttendBatch,
+        cache: LayerCache,
+        num_positions: int,
+    ) -> int:
+        backend, views = self.backend, buffers.layers[index]
+        x = self._normed(layer.attention_norm, buffers)
+        products = layer.attention.run(
+            backend, x, buffers.delta, views, batch, cache, num_positions
         )
+        if layer.mlp_norm is not None:
+            x = self._normed(layer.mlp_norm, buffers)
+        layer.feed_forward.run(backend, x, buffers.second_delta, views)
+        backend.add(buffers.hidden, buffers.delta)
+        backend.add(buffers.hidden, buffers.second_delta)
+        return products
 
-    def rope_tables(self) -> dict[RopeConfig, RopeTable]:
-        """One table per distinct rotation."""
-        tables: dict[RopeConfig, RopeTable] = {}
-        for layer in self.config.layers:
-            if layer.rope is None or layer.rope in tables:
-                continue
-            factors, name = None, self.names.rope_factors
-            if name is not None and name in self.source:
-                factors = self.source.vector(name, layer.rope.rotary_dim // 2)
-            tables[layer.rope] = RopeTable(layer.rope, factors)
-        return tables
+    def _normed(self, norm: Norm | None, buffers: StepBuffers) -> F32:
+        """The input of a part: the residual stream, normed where the family norms before."""
+        if norm is None:
+            return buffers.hidden
+        norm.apply(self.backend, buffers.hidden, buffers.normed)
+        return buffers.normed
+
+    def _add(self, norm: Norm | None, buffers: StepBuffers) -> None:
+        """Add a part's result to the residual stream, normed where the family norms after."""
+        delta = buffers.delta
+        if norm is not None:
+            norm.apply(self.backend, delta, buffers.normed)
+            delta = buffers.normed
+        if self.config.residual_scale != 1.0:
+            delta *= np.float32(self.config.residual_scale)
+        self.backend.add(buffers.hidden, delta)

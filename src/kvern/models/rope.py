@@ -1,4 +1,4 @@
-"""Rotary frequencies and their cos/sin tables, with the scaling kinds that depend on no length.
+"""Rotary frequencies and their cos/sin tables. Kinds that depend on the length: as for short sequences.
 
 Frequencies and angles are float32, as in the models' own training code; a table row depends on its position
 alone, so growing a table never changes an existing row.
@@ -18,13 +18,25 @@ from kvern.models.config import RopeConfig
 
 F32 = npt.NDArray[np.float32]
 
-SCALING_KINDS = ("default", "linear", "llama3", "yarn")
+SCALING_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+LENGTH_DEPENDENT = ("longrope", "dynamic")
 MINIMUM_ROWS = 1024
 
 
 def scaling_kind(scaling: Mapping[str, Any]) -> str:
     """The name of a ``rope_scaling`` entry; older files say ``type``, newer ``rope_type``."""
     return str(scaling.get("rope_type", scaling.get("type", "default")) or "default")
+
+
+def length_limit(rope: RopeConfig) -> int | None:
+    """Positions up to which frequencies are those of short sequences; None where they never change.
+
+    longrope and dynamic NTK change every key's rotation once a sequence is longer than the original context;
+    the cache of a shorter one would then be wrong, so the context ends there.
+    """
+    if scaling_kind(rope.scaling) not in LENGTH_DEPENDENT:
+        return None
+    return int(_original_length(rope))
 
 
 def frequencies(rope: RopeConfig, factors: F32 | None = None) -> tuple[F32, float]:
@@ -38,7 +50,7 @@ def frequencies(rope: RopeConfig, factors: F32 | None = None) -> tuple[F32, floa
         float32 ``[rotary_dim / 2]`` radians per position, and the attention factor (1 except yarn).
 
     Raises:
-        UnsupportedModelError: an unknown scaling kind, or one that depends on the sequence's length.
+        UnsupportedModelError: an unknown scaling kind.
     """
     exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
     plain = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
@@ -46,7 +58,7 @@ def frequencies(rope: RopeConfig, factors: F32 | None = None) -> tuple[F32, floa
         return (plain / factors).astype(np.float32), 1.0
     kind = scaling_kind(rope.scaling)
     try:
-        if kind == "default":
+        if kind in ("default", "dynamic"):
             return plain, 1.0
         if kind == "linear":
             return (plain / np.float32(rope.scaling["factor"])).astype(np.float32), 1.0
@@ -54,6 +66,8 @@ def frequencies(rope: RopeConfig, factors: F32 | None = None) -> tuple[F32, floa
             return _llama3(plain, rope), 1.0
         if kind == "yarn":
             return _yarn(plain, rope)
+        if kind == "longrope":
+            return _longrope(plain, rope)
     except KeyError as missing:
         raise ModelError(f"rope_scaling of kind {kind} lacks the field {missing}") from None
     raise UnsupportedModelError(
@@ -75,6 +89,22 @@ def _llama3(plain: F32, rope: RopeConfig) -> F32:
     turns = _original_length(rope) * plain / np.float32(2 * math.pi)
     blend = np.clip((turns - low) / (high - low), 0, 1).astype(np.float32)
     return ((1 - blend) * plain / np.float32(factor) + blend * plain).astype(np.float32)
+
+
+def _longrope(plain: F32, rope: RopeConfig) -> tuple[F32, float]:
+    """LongRoPE (Ding et al. 2024) within the original context: the short factors."""
+    factors = np.asarray(rope.scaling["short_factor"], np.float32)
+    if factors.shape != plain.shape:
+        raise ModelError(
+            f"rope_scaling has {factors.size} short factors, and {plain.size} frequencies need one each"
+        )
+    given = rope.scaling.get("attention_factor")
+    if given is not None:
+        return (plain / factors).astype(np.float32), float(given)
+    length = _original_length(rope)
+    factor = float(rope.scaling.get("factor") or (rope.original_max_positions or length) / length)
+    magnitude = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+    return (plain / factors).astype(np.float32), magnitude
 
 
 def _yarn(plain: F32, rope: RopeConfig) -> tuple[F32, float]:

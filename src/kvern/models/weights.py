@@ -76,6 +76,15 @@ class WeightSource:
         tensor = self._find(name, (size,))
         return dequantize(self._bytes(tensor), tensor.type, 1, size)[0]
 
+    def matrices(self, name: str, count: int, rows: int, cols: int) -> list[HostTensor]:
+        """The matrices ``[rows, cols]`` of one tensor ``[count, rows, cols]``, not copied. Raises as `matrix`."""
+        tensor = self._find(name, (count, rows, cols))
+        parts = self._bytes(tensor).reshape(count, -1)
+        return [
+            HostTensor(f"{name}[{index}]", tensor.type, rows, cols, part)
+            for index, part in enumerate(parts)
+        ]
+
     def _find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         tensor = self.tensors.get(name)
         if tensor is None:
@@ -89,6 +98,28 @@ class WeightSource:
                 f"kvern reads {', '.join(ELEMENT_TYPES)}"
             )
         return tensor
+
+
+def decoded(tensor: HostTensor) -> F32:
+    """A matrix as float32 ``[rows, cols]``."""
+    return dequantize(tensor.data, tensor.type, tensor.rows, tensor.cols)
+
+
+def take_rows(tensor: HostTensor, order: npt.NDArray[np.int64]) -> HostTensor:
+    """The rows of a matrix in another order, as stored; a copy."""
+    rows = tensor.data.reshape(tensor.rows, -1)[order]
+    return HostTensor(tensor.name, tensor.type, len(order), tensor.cols, rows.reshape(-1))
+
+
+def transposed(tensor: HostTensor) -> HostTensor:
+    """The transposed matrix, decoded to float32 where its elements cannot be moved as they are stored."""
+    size = {"F32": 4, "F16": 2, "BF16": 2}.get(tensor.type)
+    if size is None:
+        data = np.ascontiguousarray(decoded(tensor).T).reshape(-1).view(np.uint8)
+        return HostTensor(tensor.name, "F32", tensor.cols, tensor.rows, data)
+    elements = np.ascontiguousarray(tensor.data).reshape(tensor.rows, tensor.cols, size)
+    data = np.ascontiguousarray(elements.transpose(1, 0, 2)).reshape(-1)
+    return HostTensor(tensor.name, tensor.type, tensor.cols, tensor.rows, data)
 
 
 def open_weights(path: Path, header: GGUFHeader | None = None) -> WeightSource:

@@ -6,7 +6,7 @@ too, and the same T always gets the same addresses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,17 +16,20 @@ from kvern.models.config import DecoderConfig, LayerConfig
 
 F32 = npt.NDArray[np.float32]
 
+HIDDEN_BUFFERS = ("hidden", "normed", "delta", "second_delta")
+
 
 @dataclass(frozen=True, slots=True)
 class LayerBuffers:
     """Views for one attention and feed-forward geometry; several layers share them.
 
     Attributes:
-        qkv: ``[T, (heads + 2 * kv heads) * dim]``, what the stacked projection writes.
+        qkv: ``[T, qkv_width]``, what the stacked projection writes.
         q, k, v: views of it, ``[T, heads, dim]``, token stride that of `qkv`.
         attended: ``[T, heads, value_dim]``, and `attended_rows` the same as ``[T, heads * value_dim]``.
         gate_up: ``[T, 2 * intermediate]``.
         activated: ``[T, intermediate]``.
+        extra: buffers ``[T, width]`` that only some geometries use; see `extra_widths`.
     """
 
     qkv: F32
@@ -37,15 +40,17 @@ class LayerBuffers:
     attended_rows: F32
     gate_up: F32
     activated: F32
+    extra: Mapping[str, F32]
 
 
 @dataclass(frozen=True, slots=True)
 class StepBuffers:
-    """All views for steps of T tokens; `hidden`, `normed` and `delta` are ``[T, hidden_size]``."""
+    """All views for steps of T tokens; all but `layers` are ``[T, hidden_size]``."""
 
     hidden: F32
     normed: F32
     delta: F32
+    second_delta: F32
     layers: Sequence[LayerBuffers]
 
 
@@ -66,15 +71,17 @@ class Workspace:
 
     def _widths(self) -> dict[str, int]:
         layers = self._layers
-        return {
-            "hidden": self._hidden_size,
-            "normed": self._hidden_size,
-            "delta": self._hidden_size,
+        widths = {name: self._hidden_size for name in HIDDEN_BUFFERS}
+        widths |= {
             "qkv": max(qkv_width(layer) for layer in layers),
             "attended": max(layer.num_heads * layer.value_dim for layer in layers),
             "gate_up": max(2 * layer.intermediate_size for layer in layers),
             "activated": max(layer.intermediate_size for layer in layers),
         }
+        for layer in set(layers):
+            for name, width in extra_widths(layer).items():
+                widths[name] = max(widths.get(name, 0), width)
+        return widths
 
     @property
     def nbytes(self) -> int:
@@ -94,10 +101,8 @@ class Workspace:
         made: dict[LayerConfig, LayerBuffers] = {}
         for layer in set(self._layers):
             made[layer] = self._layer_views(num_tokens, layer)
-        hidden, normed, delta = (
-            self._view(name, num_tokens, self._hidden_size) for name in ("hidden", "normed", "delta")
-        )
-        return StepBuffers(hidden, normed, delta, [made[layer] for layer in self._layers])
+        hidden = (self._view(name, num_tokens, self._hidden_size) for name in HIDDEN_BUFFERS)
+        return StepBuffers(*hidden, layers=[made[layer] for layer in self._layers])
 
     def _view(self, name: str, num_tokens: int, width: int) -> F32:
         return self._flat[name][: num_tokens * width].reshape(num_tokens, width)
@@ -106,19 +111,51 @@ class Workspace:
         qkv = self._view("qkv", num_tokens, qkv_width(layer))
         q_end = layer.num_heads * layer.key_dim
         k_end = q_end + layer.num_kv_heads * layer.key_dim
+        v_end = k_end + layer.num_kv_heads * layer.value_dim
+        if layer.latent is not None:
+            q_end = k_end = v_end = 0
+        extra = {n: self._view(n, num_tokens, width) for n, width in extra_widths(layer).items()}
+        if layer.has_gate:
+            extra["gate"] = qkv[:, v_end:]
         attended_rows = self._view("attended", num_tokens, layer.num_heads * layer.value_dim)
         return LayerBuffers(
             qkv=qkv,
-            q=qkv[:, :q_end].reshape(num_tokens, layer.num_heads, layer.key_dim),
-            k=qkv[:, q_end:k_end].reshape(num_tokens, layer.num_kv_heads, layer.key_dim),
-            v=qkv[:, k_end:].reshape(num_tokens, layer.num_kv_heads, layer.value_dim),
+            q=qkv[:, :q_end].reshape(num_tokens, -1, layer.key_dim),
+            k=qkv[:, q_end:k_end].reshape(num_tokens, -1, layer.key_dim),
+            v=qkv[:, k_end:v_end].reshape(num_tokens, -1, layer.value_dim),
             attended=attended_rows.reshape(num_tokens, layer.num_heads, layer.value_dim),
             attended_rows=attended_rows,
             gate_up=self._view("gate_up", num_tokens, 2 * layer.intermediate_size),
             activated=self._view("activated", num_tokens, layer.intermediate_size),
+            extra=extra,
         )
 
 
 def qkv_width(layer: LayerConfig) -> int:
-    """Columns of the stacked q, k and v projection."""
-    return layer.num_heads * layer.key_dim + layer.num_kv_heads * (layer.key_dim + layer.value_dim)
+    """Columns of the stacked q, k and v projection, and the gate's where there is one; 0 for a latent."""
+    if layer.latent is not None:
+        return 0
+    q = layer.num_heads * layer.key_dim
+    gate = layer.num_heads * layer.value_dim if layer.has_gate else 0
+    return q + layer.num_kv_heads * (layer.key_dim + layer.value_dim) + gate
+
+
+def extra_widths(layer: LayerConfig) -> dict[str, int]:
+    """Columns of the buffers that a geometry needs beside the common ones."""
+    widths: dict[str, int] = {}
+    if layer.qk_norm is not None:
+        q, k = layer.num_heads * layer.key_dim, layer.num_kv_heads * layer.key_dim
+        widths |= {"q": q, "q_normed": q, "k": k, "k_normed": k}
+    latent = layer.latent
+    if latent is not None:
+        entry = latent.latent_dim + latent.rope_dim
+        widths |= {
+            "kv_down": entry,
+            "latent_entry": entry,
+            "q_heads": layer.num_heads * (latent.nope_dim + latent.rope_dim),
+            "latent_query": layer.num_heads * entry,
+            "latent_attended": layer.num_heads * entry,
+        }
+        if latent.query_rank is not None:
+            widths |= {"q_down": latent.query_rank, "q_down_normed": latent.query_rank}
+    return widths

@@ -1,9 +1,29 @@
-"""Reading configuration fields so that a missing or wrong one is named."""
+"""Reading configuration fields so that a missing, wrong or unknown one is named; and the usual layer."""
 
 from __future__ import annotations
 
-from kvern.errors import ModelError
-from kvern.models.config import Config
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvern.errors import ModelError, UnsupportedModelError
+from kvern.models.config import Config, DecoderConfig, LayerConfig, RopeConfig
+from kvern.models.rope import length_limit
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+"""Activation names of configurations, and the decoder's own."""
+
+DEFAULT_POSITIONS = 2048
 
 
 def integer(config: Config, field: str) -> int:
@@ -29,3 +49,145 @@ def number(config: Config, field: str, default: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ModelError(f"configuration field {field!r} is {value!r}, not a number")
     return float(value)
+
+
+def optional_number(config: Config, field: str, default: float | None = None) -> float | None:
+    """A real field; null and absent are ``default``, and a null in the file stays None."""
+    if field in config and config[field] is None:
+        return None
+    return default if field not in config else number(config, field, 0.0)
+
+
+def flag(config: Config, field: str, default: bool = False) -> bool:
+    """A true-or-false field, or its default when absent or null."""
+    value = config.get(field)
+    return default if value is None else bool(value)
+
+
+def text_config(config: Config) -> Config:
+    """The text model's part of a multimodal configuration, or the configuration itself."""
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, Mapping) else config
+
+
+def refuse(config: Config, field: str, allowed: object, family: str) -> None:
+    """Refuse a field that switches on what the decoder does not compute."""
+    value = config.get(field, allowed)
+    if value is not None and value != allowed:
+        raise UnsupportedModelError(
+            f"{field} {value!r} is not what the {family} decoder computes: it needs {allowed!r}"
+        )
+
+
+def activation(config: Config, default: str, fields: Sequence[str] = ("hidden_act",)) -> str:
+    """The activation named by the first of ``fields`` that is set.
+
+    Raises:
+        UnsupportedModelError: one that the decoder does not know.
+    """
+    name = next((config[field] for field in fields if config.get(field) is not None), default)
+    if name not in ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"activation {name!r} is not one that kvern computes ({', '.join(sorted(ACTIVATIONS))})"
+        )
+    return ACTIVATIONS[name]
+
+
+def layer_kinds(config: Config, known: Sequence[str], default: Sequence[str]) -> list[str]:
+    """``layer_types`` of the configuration, one per layer, or the default.
+
+    Raises:
+        UnsupportedModelError: a kind that is not in ``known``.
+        ModelError: not one kind per layer.
+    """
+    kinds = list(config.get("layer_types") or default)
+    for kind in kinds:
+        if kind not in known:
+            raise UnsupportedModelError(
+                f"layer kind {kind!r} is not one that this decoder computes ({', '.join(known)})"
+            )
+    if len(kinds) != integer(config, "num_hidden_layers"):
+        raise ModelError(
+            f"layer_types names {len(kinds)} layers, and num_hidden_layers is {config['num_hidden_layers']}"
+        )
+    return kinds
+
+
+def head_dim_of(config: Config) -> int:
+    """``head_dim``, or the hidden size divided among the heads."""
+    hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
+    return optional_integer(config, "head_dim", hidden // heads)
+
+
+def rope_of(
+    config: Config,
+    dim: int,
+    kind: str | None = None,
+    theta: float = 10000.0,
+    interleaved: bool = False,
+) -> RopeConfig:
+    """The rotary embedding of a configuration, in the older or the newer spelling.
+
+    Args:
+        config: has ``rope_parameters``, or ``rope_scaling`` and ``rope_theta``.
+        dim: dims of a head that would turn without a ``partial_rotary_factor``.
+        kind: layer kind, for configurations with one entry per kind.
+        theta: the family's default base.
+        interleaved: see `RopeConfig`.
+    """
+    scaling: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if kind is not None and isinstance(scaling.get(kind), Mapping):
+        scaling = scaling[kind]
+    partial = scaling.get("partial_rotary_factor", number(config, "partial_rotary_factor", 1.0))
+    rotary_dim = optional_integer(config, "rotary_dim", int(dim * float(partial)))
+    base = scaling.get("rope_theta")
+    positions = optional_integer(config, "max_position_embeddings", DEFAULT_POSITIONS)
+    original = optional_integer(config, "original_max_position_embeddings", positions)
+    if "original_max_position_embeddings" not in scaling and original != positions:
+        scaling = {**scaling, "original_max_position_embeddings": original}
+    return RopeConfig(
+        theta=number(config, "rope_theta", theta) if base is None else float(base),
+        rotary_dim=rotary_dim,
+        scaling=scaling,
+        original_max_positions=positions,
+        interleaved=interleaved,
+    )
+
+
+def usual_layer(config: Config, **changes: Any) -> LayerConfig:
+    """Llama's layer as this configuration has it: GQA, rotary, gated; ``changes`` replace fields."""
+    heads, head_dim = integer(config, "num_attention_heads"), head_dim_of(config)
+    rope = changes.pop("rope", ...)
+    layer = LayerConfig(
+        num_heads=heads,
+        num_kv_heads=optional_integer(config, "num_key_value_heads", heads),
+        key_dim=head_dim,
+        value_dim=head_dim,
+        scale=head_dim**-0.5,
+        intermediate_size=changes.pop("intermediate_size", None) or integer(config, "intermediate_size"),
+        activation=changes.pop("activation", None) or activation(config, "silu"),
+        rope=rope_of(config, head_dim) if rope is ... else rope,
+    )
+    return replace(layer, **changes)
+
+
+def usual_decoder(config: Config, layers: Sequence[LayerConfig], **changes: Any) -> DecoderConfig:
+    """Llama's frame around the layers; ``changes`` replace fields.
+
+    The context ends where a length-dependent rotary scaling would change its frequencies.
+    """
+    positions = optional_integer(config, "max_position_embeddings", DEFAULT_POSITIONS)
+    limits = [length_limit(layer.rope) for layer in layers if layer.rope is not None]
+    bias = flag(config, "attention_bias")
+    decoder = DecoderConfig(
+        hidden_size=integer(config, "hidden_size"),
+        vocab_size=integer(config, "vocab_size"),
+        max_positions=min([positions, *(limit for limit in limits if limit is not None)]),
+        norm_eps=changes.pop("norm_eps", None) or number(config, "rms_norm_eps", 1e-6),
+        layers=tuple(layers),
+        tie_embeddings=flag(config, "tie_word_embeddings"),
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=flag(config, "mlp_bias"),
+    )
+    return replace(decoder, **changes)

@@ -1,0 +1,162 @@
+"""Feed-forward parts: gated or plain, and routed experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvern.kernels.protocol import Backend, Weight
+from kvern.models.config import ExpertsConfig, LayerConfig
+from kvern.models.rowwise import largest, plain_activation, sigmoid, softmax
+from kvern.models.workspace import LayerBuffers
+
+F32 = npt.NDArray[np.float32]
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class DenseWeights:
+    """`gate_up` holds gate and up stacked, or up alone where the part is not gated."""
+
+    gate_up: Weight
+    gate_up_bias: F32 | None
+    down: Weight
+    down_bias: F32 | None
+
+
+class Dense:
+    """A feed-forward part that every token uses."""
+
+    def __init__(self, layer: LayerConfig, weights: DenseWeights) -> None:
+        """Args: layer: geometry and activation."""
+        self.layer = layer
+        self.weights = weights
+
+    def run(self, backend: Backend, x: F32, out: F32, views: LayerBuffers) -> None:
+        """``out [T, hidden]`` for the normed input ``x [T, hidden]``."""
+        weights = self.weights
+        projected = views.gate_up if self.layer.is_gated else views.activated
+        backend.matmul(x, weights.gate_up, projected)
+        if weights.gate_up_bias is not None:
+            projected += weights.gate_up_bias
+        if self.layer.is_gated:
+            backend.gated_activation(projected, self.layer.activation, views.activated)
+        else:
+            plain_activation(backend, projected, self.layer.activation, views.gate_up, projected)
+        backend.matmul(views.activated, weights.down, out)
+        if weights.down_bias is not None:
+            out += weights.down_bias
+
+
+@dataclass(slots=True)
+class ExpertsWeights:
+    """The router, one `DenseWeights` per expert, and what a shared expert needs."""
+
+    router: Weight
+    router_bias: F32 | None
+    score_bias: F32 | None
+    experts: tuple[DenseWeights, ...]
+    shared: DenseWeights | None
+    shared_router: Weight | None
+
+
+class Experts:
+    """Routed experts: each token goes to the few that its router scores highest."""
+
+    def __init__(self, config: ExpertsConfig, weights: ExpertsWeights) -> None:
+        """Args: config: how to choose and to weigh."""
+        self.config = config
+        self.weights = weights
+
+    def run(self, backend: Backend, x: F32, out: F32, views: LayerBuffers) -> None:
+        """``out [T, hidden]`` for ``x [T, hidden]``: contributions in expert order, then the shared expert."""
+        chosen, weights = self.route(self._router_logits(backend, x))
+        out[...] = 0
+        for expert in np.unique(chosen):
+            rows, slots = np.nonzero(chosen == expert)
+            factor = weights[rows, slots, None]
+            part = x[rows]
+            if self.config.scales_input:
+                out[rows] += self._expert(backend, part * factor, self.weights.experts[expert])
+            else:
+                out[rows] += self._expert(backend, part, self.weights.experts[expert]) * factor
+        if self.weights.shared is not None:
+            out += self._shared(backend, x, self.weights.shared)
+
+    def _router_logits(self, backend: Backend, x: F32) -> F32:
+        logits = np.empty((len(x), self.config.num_experts), np.float32)
+        backend.matmul(x, self.weights.router, logits)
+        if self.weights.router_bias is not None:
+            logits += self.weights.router_bias
+        return logits
+
+    def route(self, logits: F32) -> tuple[I64, F32]:
+        """Chosen experts and their weights, ``[T, num_chosen]`` each, from logits ``[T, num_experts]``."""
+        config = self.config
+        if config.scoring == "softmax":
+            scores = softmax(logits)
+        else:
+            scores = sigmoid(logits) if config.scoring == "sigmoid" else logits
+        ranking = scores if self.weights.score_bias is None else scores + self.weights.score_bias
+        if config.num_groups > 1:
+            ranking = self._within_groups(ranking)
+        chosen = largest(ranking, config.num_chosen)
+        weights = np.take_along_axis(scores, chosen, axis=-1)
+        if config.scoring == "softmax_chosen":
+            weights = softmax(weights)
+        if config.is_normalized:
+            weights = weights / (np.sum(weights, axis=-1, keepdims=True) + np.float32(1e-20))
+        if config.routed_scale != 1.0:
+            weights = weights * np.float32(config.routed_scale)
+        return chosen, weights
+
+    def _within_groups(self, ranking: F32) -> F32:
+        """The ranking with all but the best groups of experts out of the choice."""
+        config, num_tokens = self.config, len(ranking)
+        grouped = ranking.reshape(num_tokens, config.num_groups, -1)
+        if config.group_score == "max":
+            group_scores = np.max(grouped, axis=-1)
+        else:
+            best = np.sort(grouped, axis=-1)[:, :, -2:]
+            group_scores = best[:, :, 1] + best[:, :, 0]
+        kept = largest(group_scores, config.num_chosen_groups)
+        is_kept = np.zeros(group_scores.shape, bool)
+        np.put_along_axis(is_kept, kept, True, axis=-1)
+        masked = np.where(is_kept[:, :, None], grouped, np.float32(-np.inf))
+        return masked.reshape(num_tokens, -1)
+
+    def _expert(self, backend: Backend, x: F32, weights: DenseWeights) -> F32:
+        return self._gated(backend, x, weights, self.config.activation)
+
+    def _shared(self, backend: Backend, x: F32, weights: DenseWeights) -> F32:
+        result = self._gated(backend, x, weights, self.config.activation)
+        if self.weights.shared_router is not None:
+            gate = np.empty((len(x), 1), np.float32)
+            backend.matmul(x, self.weights.shared_router, gate)
+            result *= sigmoid(gate)
+        return result
+
+    def _gated(self, backend: Backend, x: F32, weights: DenseWeights, activation: str) -> F32:
+        gate_up = np.empty((len(x), weights.gate_up.rows), np.float32)
+        backend.matmul(x, weights.gate_up, gate_up)
+        if weights.gate_up_bias is not None:
+            gate_up += weights.gate_up_bias
+        activated = np.empty((len(x), weights.down.cols), np.float32)
+        if activation == "clamped_swiglu":
+            self._clamped_swiglu(gate_up, activated)
+        else:
+            backend.gated_activation(gate_up, activation, activated)
+        result = np.empty((len(x), weights.down.rows), np.float32)
+        backend.matmul(activated, weights.down, result)
+        if weights.down_bias is not None:
+            result += weights.down_bias
+        return result
+
+    def _clamped_swiglu(self, gate_up: F32, out: F32) -> None:
+        """gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``, both clamped from above, up also from below."""
+        limit, half = np.float32(self.config.clamp), gate_up.shape[-1] // 2
+        gate = np.minimum(gate_up[:, :half], limit)
+        up = np.clip(gate_up[:, half:], -limit, limit)
+        np.multiply((up + np.float32(1)), gate * sigmoid(np.float32(self.config.alpha) * gate), out=out)

@@ -1,0 +1,149 @@
+"""Multi-head latent attention, absorbed: the cache holds one compressed vector per token, never heads.
+
+With k = W_uk c and v = W_uv c for the compressed c of a token, a head's score q·k is (W_uk^T q)·c and its
+output is W_uv times the weighted sum of c. So queries go down into the latent space and results come up from
+it, per head, and attention itself is that of one shared key-value head whose values are its keys' first
+``latent_dim`` elements. It is computed so for one query and for a thousand.
+
+Source: DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix C.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvern.kernels.protocol import AttendBatch, AttendParams, Backend, Weight
+from kvern.models.attention import LayerCache
+from kvern.models.config import LatentConfig, LayerConfig
+from kvern.models.rope import RopeTable
+from kvern.models.workspace import LayerBuffers
+
+F32 = npt.NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class LatentWeights:
+    """Projections; `k_up` and `v_up` are per head: ``[latent_dim, nope_dim]``, ``[value_dim, latent_dim]``.
+
+    `q` projects the layer's input, or the normed `q_down` of it where there is one.
+    """
+
+    q_down: Weight | None
+    q_down_bias: F32 | None
+    q_down_norm: F32 | None
+    q: Weight
+    kv_down: Weight
+    kv_down_bias: F32 | None
+    kv_down_norm: F32
+    k_up: tuple[Weight, ...]
+    v_up: tuple[Weight, ...]
+    output: Weight
+    output_bias: F32 | None
+
+
+class LatentAttention:
+    """One layer's latent attention with its weights."""
+
+    def __init__(
+        self, layer: LayerConfig, weights: LatentWeights, params: AttendParams, rope: RopeTable
+    ) -> None:
+        """Args: as `HeadsAttention`."""
+        assert layer.latent is not None
+        self.layer = layer
+        self.latent: LatentConfig = layer.latent
+        self.weights = weights
+        self.params = params
+        self.rope = rope
+
+    def run(
+        self,
+        backend: Backend,
+        x: F32,
+        out: F32,
+        views: LayerBuffers,
+        batch: AttendBatch,
+        cache: LayerCache,
+        num_positions: int,
+    ) -> int:
+        """See `HeadsAttention.run`."""
+        layer, latent, extra = self.layer, self.latent, views.extra
+        num_tokens, heads, entry_dim = len(x), layer.num_heads, latent.latent_dim + latent.rope_dim
+        cos_sin = self.rope.cover(num_positions)
+        self._append(backend, x, views, batch, cache, cos_sin)
+        query = self._query(backend, x, views, batch, cos_sin)
+        wide = extra["latent_attended"].reshape(num_tokens, heads, entry_dim)
+        products = backend.attend(query, cache.keys, cache.keys, batch, self.params, wide)
+        for head, weight in enumerate(self.weights.v_up):
+            part = np.ascontiguousarray(wide[:, head, : latent.latent_dim])
+            value = np.empty((num_tokens, layer.value_dim), np.float32)
+            backend.matmul(part, weight, value)
+            views.attended[:, head] = value
+        backend.matmul(views.attended_rows, self.weights.output, out)
+        if self.weights.output_bias is not None:
+            out += self.weights.output_bias
+        return products
+
+    def _append(
+        self,
+        backend: Backend,
+        x: F32,
+        views: LayerBuffers,
+        batch: AttendBatch,
+        cache: LayerCache,
+        cos_sin: tuple[F32, F32],
+    ) -> None:
+        """Compress each token, norm the latent, turn the rotary key, and store both as one vector."""
+        weights, latent, down = self.weights, self.latent, views.extra["kv_down"]
+        backend.matmul(x, weights.kv_down, down)
+        if weights.kv_down_bias is not None:
+            down += weights.kv_down_bias
+        entry = views.extra["latent_entry"]
+        compressed = np.ascontiguousarray(down[:, : latent.latent_dim])
+        normed = np.empty_like(compressed)
+        backend.rms_norm(compressed, weights.kv_down_norm, latent.norm_eps, normed)
+        entry[:, : latent.latent_dim] = normed
+        entry[:, latent.latent_dim :] = self._rotated(
+            backend, down[:, None, latent.latent_dim :], batch, cos_sin
+        )[:, 0]
+        backend.append(entry[:, None, :], cache.keys, batch.slot_mapping)
+
+    def _query(
+        self,
+        backend: Backend,
+        x: F32,
+        views: LayerBuffers,
+        batch: AttendBatch,
+        cos_sin: tuple[F32, F32],
+    ) -> F32:
+        """Queries in the latent space, ``[T, heads, latent_dim + rope_dim]``."""
+        weights, latent, extra, num_tokens = self.weights, self.latent, views.extra, len(x)
+        if weights.q_down is not None:
+            assert weights.q_down_norm is not None
+            backend.matmul(x, weights.q_down, extra["q_down"])
+            if weights.q_down_bias is not None:
+                extra["q_down"][...] += weights.q_down_bias
+            x = extra["q_down_normed"]
+            backend.rms_norm(extra["q_down"], weights.q_down_norm, latent.norm_eps, x)
+        backend.matmul(x, weights.q, extra["q_heads"])
+        heads = extra["q_heads"].reshape(num_tokens, self.layer.num_heads, -1)
+        query = extra["latent_query"].reshape(num_tokens, self.layer.num_heads, -1)
+        for head, weight in enumerate(weights.k_up):
+            part = np.ascontiguousarray(heads[:, head, : latent.nope_dim])
+            absorbed = np.empty((num_tokens, latent.latent_dim), np.float32)
+            backend.matmul(part, weight, absorbed)
+            query[:, head, : latent.latent_dim] = absorbed
+        query[:, :, latent.latent_dim :] = self._rotated(
+            backend, heads[:, :, latent.nope_dim :], batch, cos_sin
+        )
+        return query
+
+    def _rotated(
+        self, backend: Backend, x: F32, batch: AttendBatch, cos_sin: tuple[F32, F32]
+    ) -> F32:
+        turned = np.ascontiguousarray(x)
+        assert self.layer.rope is not None
+        backend.rotary(turned, batch.positions, *cos_sin, self.layer.rope.interleaved)
+        return turned
