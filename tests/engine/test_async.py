@@ -35,7 +35,7 @@ def test_tasks_get_their_own_answers_and_cancelled_ones_give_blocks_back(
             if not llm.has_work:
                 break
             await asyncio.sleep(0.01)
-        assert llm.stats().blocks_in_use == 0
+        assert llm.stats().in_use_blocks == 0
         await engine.close()
         with pytest.raises(KvernError, match="closed"):
             await engine.generate([1], params)

@@ -119,9 +119,9 @@ def test_pfx_003_a_full_hit_backs_off_one_token_and_the_chain_goes_on(make_tiny:
         assert outs[0].cached_tokens == 0
         assert all(16 <= out.cached_tokens <= 31 for out in outs[1:])
         assert len({out.token_ids for out in outs}) == 1
-        cached = llm.stats().blocks_cached
+        cached = llm.stats().cached_blocks
         llm.generate([prompt], greedy(20))
-        assert llm.stats().blocks_cached == cached
+        assert llm.stats().cached_blocks == cached
         (longer,) = llm.generate([prompt + list(outs[0].token_ids)], greedy(4))
         assert longer.cached_tokens >= 48
 
@@ -132,7 +132,7 @@ def test_prefix_caching_can_be_switched_off(make_tiny: Make, prompts: Any) -> No
         second = llm.generate(prompts[-2:], greedy())
         assert [o.cached_tokens for o in second] == [0, 0]
         assert [o.token_ids for o in first] == [o.token_ids for o in second]
-        assert llm.stats().blocks_cached == 0
+        assert llm.stats().cached_blocks == 0
 
 
 def test_det_003_seeded_sampling_ignores_what_else_runs(make_tiny: Make, prompts: Any) -> None:
@@ -156,7 +156,7 @@ def test_frk_001_samples_differ_repeat_and_share_the_prompt(make_tiny: Make) -> 
         assert len({c.token_ids for c in first.choices}) == 4
         assert [c.token_ids for c in first.choices] == [c.token_ids for c in again.choices]
         assert all(len(c.logprobs or ()) == len(c.token_ids) for c in first.choices)
-        assert llm.stats().blocks_in_use == 0
+        assert llm.stats().in_use_blocks == 0
         single = [
             llm.generate([prompt], SamplingParams(max_tokens=24, temperature=1.0, seed=7))[0].token_ids
         ]
@@ -178,7 +178,7 @@ def test_beam_search_finds_what_an_exhaustive_search_finds(make_tiny: Make) -> N
         (out,) = llm.generate([prompt], SamplingParams(max_tokens=steps, beam_width=width))
         assert out.token_ids == beams[0][0]
         assert out.choices[0].score == pytest.approx(beams[0][1] / steps, rel=1e-4)
-        assert llm.stats().blocks_in_use == 0
+        assert llm.stats().in_use_blocks == 0
 
 
 def test_leaving_a_stream_aborts_the_request_and_gives_its_blocks_back(make_tiny: Make) -> None:
@@ -188,8 +188,8 @@ def test_leaving_a_stream_aborts_the_request_and_gives_its_blocks_back(make_tiny
                 break
         del delta
         stats = llm.stats()
-        assert not llm.has_work and stats.blocks_in_use == 0
-        total = stats.blocks_free + stats.blocks_cached + stats.blocks_in_use + 1
+        assert not llm.has_work and stats.in_use_blocks == 0
+        total = stats.free_blocks + stats.cached_blocks + stats.in_use_blocks + 1
         assert total == llm.model.kv_plan.num_blocks
 
 
@@ -208,7 +208,7 @@ def test_pre_001_preempted_requests_answer_as_with_a_big_pool(make_tiny: Make) -
     with make_tiny(kv_memory=41 * page) as llm:
         tight = llm.generate(prompts, params)
         stats = llm.stats()
-        assert stats.preemptions > 0 and stats.blocks_in_use == 0
+        assert stats.counters.preemptions > 0 and stats.in_use_blocks == 0
     assert [o.token_ids for o in tight] == [o.token_ids for o in roomy]
     assert [o.logprobs for o in tight] == [o.logprobs for o in roomy]
 
@@ -225,13 +225,14 @@ def test_limits_are_refused_with_their_numbers(make_tiny: Make) -> None:
             llm.generate([[]], greedy())
         with pytest.raises(InputError, match="token id 300 is outside the model's vocabulary of 300"):
             llm.generate([[1, 300]], greedy())
-        assert llm.stats().blocks_in_use == 0 and not llm.has_work
+        assert llm.stats().in_use_blocks == 0 and not llm.has_work
         page = llm.model.kv_plan.page_bytes
     with make_tiny(kv_memory=5 * page) as llm:
         with pytest.raises(InputError, match="64"):
             llm.generate([list(range(100))], greedy(10))
+        # 64 slots hold 60 prompt tokens and 4 new ones; the last new token needs no slot.
         (out,) = llm.generate([list(range(60))], SamplingParams())
-        assert len(out.token_ids) == 4
+        assert len(out.token_ids) == 5 and out.finish_reason == "length"
     with pytest.raises(KvernError, match="closed"):
         llm.generate([[1]], greedy())
 
@@ -297,11 +298,11 @@ def test_met_003_a_cache_full_of_reusable_blocks_is_reported_as_such(make_tiny: 
         for _ in range(5):
             llm.generate([rng.integers(0, 300, 100).tolist()], greedy(4))
         stats = llm.stats()
-        assert stats.blocks_cached >= 5 * 6 and stats.blocks_in_use == 0
-        assert llm.kv_info["blocks_used"] == stats.blocks_cached
+        assert stats.cached_blocks >= 5 * 6 and stats.in_use_blocks == 0
+        assert llm.kv_info["blocks_used"] == stats.cached_blocks
         llm.reset_cache()
-        assert llm.stats().blocks_cached == 0
-        assert llm.stats().blocks_free + 1 == llm.model.kv_plan.num_blocks
+        assert llm.stats().cached_blocks == 0
+        assert llm.stats().free_blocks + 1 == llm.model.kv_plan.num_blocks
 
 
 def test_an_interrupt_between_plan_and_commit_leaves_a_sound_engine(make_tiny: Make, prompts: Any) -> None:
@@ -318,6 +319,6 @@ def test_an_interrupt_between_plan_and_commit_leaves_a_sound_engine(make_tiny: M
         runner.execute = interrupted
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, greedy(cache_salt="x"))
-        assert not llm.has_work and llm.stats().blocks_in_use == 0
+        assert not llm.has_work and llm.stats().in_use_blocks == 0
         llm.check_integrity()
         assert [out.token_ids for out in llm.generate(prompts, greedy())] == expected

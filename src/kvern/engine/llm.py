@@ -44,6 +44,7 @@ class LLM:
         *,
         clock: Callable[[], float] = time.monotonic,
         settings: EngineSettings | None = None,
+        share_weights_with: LLM | None = None,
         **options: Any,
     ) -> None:
         """Load a model and allocate its pool.
@@ -52,6 +53,8 @@ class LLM:
             model: catalogue name, GGUF file or Hugging Face folder.
             clock: seconds, injected for tests.
             settings: all settings at once, instead of ``options``.
+            share_weights_with: an engine on the same model whose weights, backend and tokenizer are used
+                again; this one gets its own pool.
             **options: fields of `EngineSettings`: ``kv_format``, ``kv_memory``, ``block_size``,
                 ``enable_prefix_caching``, ``max_num_seqs``, ``max_num_batched_tokens``,
                 ``max_model_len``, ``backend``, ``threads``, ``weights_format``, ``replacement``, ...
@@ -62,7 +65,9 @@ class LLM:
         """
         self.settings = settings or EngineSettings(**options)
         self._clock = clock
-        self._loaded: LoadedModel | None = load(model, self.settings, clock)
+        self._loaded: LoadedModel | None = load(
+            model, self.settings, clock, share_weights_with.model if share_weights_with else None
+        )
         self._tracker = Tracker(self._loaded.tokenizer, clock)
         self._lock = threading.RLock()
         self._ids = itertools.count()
@@ -178,13 +183,14 @@ class LLM:
         """Plan, execute and commit one step for all requests; False when there was nothing to do."""
         with self._lock:
             scheduler = self._model.scheduler
-            plan = scheduler.plan()
-            if plan.is_empty and not scheduler.has_work:
+            if not scheduler.has_work:
                 return False
+            plan = scheduler.plan()
+            self._tracker.note_started(plan.chunks)
             try:
                 result = self._model.runner.execute(plan)
             except BaseException:
-                scheduler.discard(plan)
+                self._tracker.consume(scheduler.discard(plan), self._finish_sample)
                 raise
             failures = self._model.runner.take_failures()
             for request_id, sentence in failures.items():
@@ -214,15 +220,20 @@ class LLM:
     def _submit_all(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
     ) -> list[RequestState]:
-        """Check every prompt before adding any, so that a bad one leaves nothing behind."""
+        """Add all of them, or, when one is refused, none."""
         requests = [
             self._request(self.token_ids(prompt), each)
             for prompt, each in zip(prompts, params, strict=True)
         ]
-        for request in requests:
-            self._model.scheduler.check_admissible(request)
         texts = (prompt if isinstance(prompt, str) else None for prompt in prompts)
-        return [self._add(request, text) for request, text in zip(requests, texts, strict=True)]
+        states: list[RequestState] = []
+        try:
+            for request, text in zip(requests, texts, strict=True):
+                states.append(self._add(request, text))
+        except KvernError:
+            self._forget(states)
+            raise
+        return states
 
     def _request(
         self,
@@ -261,7 +272,7 @@ class LLM:
             arrived_s=self._clock(),
         )
         self._model.scheduler.add(request)
-        self._tracker.requests[request.request_id] = state
+        self._tracker.add(state)
         return state
 
     def _forget(self, states: Sequence[RequestState]) -> None:
@@ -269,7 +280,7 @@ class LLM:
             for state in states:
                 if state.output is None and state.request_id in self._tracker.requests:
                     self.abort(state.request_id)
-                self._tracker.requests.pop(state.request_id, None)
+                self._tracker.forget(state.request_id)
 
     # -- text ----------------------------------------------------------------------------------------
 
@@ -325,7 +336,7 @@ class LLM:
         Used counts what requests hold and what is kept for later ones.
         """
         plan, stats = self._model.kv_plan, self.stats()
-        used = stats.blocks_in_use + stats.blocks_cached
+        used = stats.in_use_blocks + stats.cached_blocks
         spec = self._model.spec.with_kv_format(self.settings.kv_format)
         return {
             "format": self.settings.kv_format,
@@ -350,7 +361,7 @@ class LLM:
     def reset_cache(self) -> None:
         """Forget every cached block that no request holds."""
         with self._lock:
-            self._model.scheduler.clear_cache()
+            self._model.scheduler.clear()
 
     def close(self) -> None:
         """Abort what runs and give the memory back. Further use raises KvernError."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from kvern import catalog
-from kvern.core.scheduler import HashContext, Scheduler, SchedulerConfig
+from kvern.core.config import SchedulerConfig
+from kvern.core.scheduler import Scheduler
 from kvern.engine.backends import make_backend
 from kvern.engine.runner import Runner
 from kvern.engine.settings import EngineSettings
@@ -31,25 +33,67 @@ FINGERPRINT_SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """Everything behind one engine."""
+class LoadedWeights:
+    """A model without a pool.
+
+    Attributes:
+        fingerprint: which weights these are, as text; see `fingerprint`.
+        nbytes: bytes of all tensors as stored in the file.
+    """
 
     path: Path
     spec: ModelSpec
     backend: Backend
+    weights_format: str
     decoder: Decoder
     tokenizer: Tokenizer | None
+    fingerprint: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Everything behind one engine: the weights, and a pool with its bookkeeping."""
+
+    weights: LoadedWeights
     kv_plan: KVPlan
     store: PagedStore
     runner: Runner
     scheduler: Scheduler
     max_model_len: int
-    weights_bytes: int
     load_s: float
+
+    @property
+    def path(self) -> Path:
+        """The file or folder."""
+        return self.weights.path
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What its layers leave in the cache."""
+        return self.weights.spec
+
+    @property
+    def backend(self) -> Backend:
+        """What carries out the operations."""
+        return self.weights.backend
+
+    @property
+    def decoder(self) -> Decoder:
+        """The decoder with its weights."""
+        return self.weights.decoder
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None for a folder without one."""
+        return self.weights.tokenizer
 
 
 def load(
-    model: str | Path, settings: EngineSettings, clock: Callable[[], float] = time.monotonic
+    model: str | Path,
+    settings: EngineSettings,
+    clock: Callable[[], float] = time.monotonic,
+    base: LoadedModel | None = None,
 ) -> LoadedModel:
     """Load a model.
 
@@ -57,61 +101,74 @@ def load(
         model: catalogue name (fetched when absent), GGUF file or Hugging Face folder.
         settings: see there.
         clock: seconds, for the scheduler.
+        base: a loaded model whose weights, backend and tokenizer are used again with another pool; its
+            backend, threads and weights format then hold, whatever the settings say.
 
     Raises:
         KvernError: one sentence for whatever is missing, damaged, unknown or too large.
     """
     started = time.perf_counter()
-    path = catalog.resolve(str(model))
-    header = None if path.is_dir() else read_header(path)
-    config = read_config(header or path)
-    architecture = None if header is None else str(header.metadata["general.architecture"])
-    family = family_of(config, architecture)
-    decoder_config = family.describe(config)
-    spec = load_model_spec(header or path)
-    max_model_len = _context(settings, decoder_config.max_positions)
+    weights = _load_weights(model, settings) if base is None else _weights_of(base)
+    max_model_len = _context(settings, weights.decoder.config.max_positions)
     kv_plan = make_kv_plan(
-        spec,
+        weights.spec,
         settings.kv_format,
         settings.block_size,
         settings.kv_memory_bytes,
         max_num_seqs=settings.max_num_seqs,
     )
+    store = PagedStore(kv_plan)
+    return LoadedModel(
+        weights=weights,
+        kv_plan=kv_plan,
+        store=store,
+        runner=Runner(weights.decoder, store, settings.max_num_batched_tokens),
+        scheduler=Scheduler(kv_plan, _scheduler_config(settings, weights, max_model_len), clock),
+        max_model_len=max_model_len,
+        load_s=time.perf_counter() - started,
+    )
+
+
+def _load_weights(model: str | Path, settings: EngineSettings) -> LoadedWeights:
+    path = catalog.resolve(str(model))
+    header = None if path.is_dir() else read_header(path)
+    config = read_config(header or path)
+    family = family_of(config, None if header is None else header.architecture)
+    decoder_config = family.describe(config)
+    spec = load_model_spec(header or path)
     backend = make_backend(settings.backend, settings.threads)
     source = open_weights(path, header)
-    decoder = Decoder(decoder_config, family, source, backend, settings.weights_format)
-    store = PagedStore(kv_plan)
-    scheduler = Scheduler(
-        kv_plan,
-        SchedulerConfig(
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            enable_prefix_caching=settings.enable_prefix_caching and not settings.no_cache,
-            replacement=settings.replacement,
-            max_chunk_tokens=settings.max_chunk_tokens,
-            no_cache=settings.no_cache,
-        ),
-        HashContext(
-            model=fingerprint(source),
-            numerics=backend.numerics_tag(settings.weights_format),
-            kv_format=settings.kv_format,
-        ),
-        clock=clock,
-    )
-    return LoadedModel(
+    return LoadedWeights(
         path=path,
         spec=spec,
         backend=backend,
-        decoder=decoder,
+        weights_format=settings.weights_format,
+        decoder=Decoder(decoder_config, family, source, backend, settings.weights_format),
         tokenizer=_tokenizer(path, header),
-        kv_plan=kv_plan,
-        store=store,
-        runner=Runner(decoder, store, settings.max_num_batched_tokens),
-        scheduler=scheduler,
+        fingerprint=fingerprint(source),
+        nbytes=source.nbytes,
+    )
+
+
+def _weights_of(base: LoadedModel) -> LoadedWeights:
+    """The same weights with a decoder object of its own."""
+    return replace(base.weights, decoder=copy.copy(base.weights.decoder))
+
+
+def _scheduler_config(
+    settings: EngineSettings, weights: LoadedWeights, max_model_len: int
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_chunk_tokens=settings.max_chunk_tokens,
         max_model_len=max_model_len,
-        weights_bytes=source.nbytes,
-        load_s=time.perf_counter() - started,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        no_cache=settings.no_cache,
+        replacement=settings.replacement,
+        model=weights.fingerprint,
+        numerics=weights.backend.numerics_tag(weights.weights_format),
+        kv_format=settings.kv_format,
     )
 
 
@@ -132,7 +189,7 @@ def _tokenizer(path: Path, header: GGUFHeader | None) -> Tokenizer | None:
     return Tokenizer.from_file(path) if (path / "tokenizer.json").exists() else None
 
 
-def fingerprint(source: WeightSource) -> bytes:
+def fingerprint(source: WeightSource) -> str:
     """Which weights these are: names, types, shapes and a sample of every tensor's bytes, hashed.
 
     It tells models apart that share a pool's index. It reads a few KiB per tensor, not the whole file.
@@ -144,7 +201,7 @@ def fingerprint(source: WeightSource) -> bytes:
         data = source.raw(name)
         digest.update(np.ascontiguousarray(data[:FINGERPRINT_SAMPLE_BYTES]))
         digest.update(np.ascontiguousarray(data[-FINGERPRINT_SAMPLE_BYTES:]))
-    return digest.digest()
+    return digest.hexdigest()
 
 
 def require_tokenizer(model: LoadedModel) -> Tokenizer:

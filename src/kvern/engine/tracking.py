@@ -6,11 +6,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from kvern.core.miss import MissReport
 from kvern.core.plan import (
+    Chunk,
     Event,
     RequestFinished,
-    RequestStarted,
     SampleFinished,
     TokenChoice,
     TokenEvent,
@@ -83,8 +82,6 @@ class RequestState:
     deltas: deque[StreamDelta] = field(default_factory=deque)
     started_s: float | None = None
     first_token_s: float | None = None
-    cached_tokens: int = 0
-    miss: MissReport | None = None
     error: str | None = None
     output: RequestOutput | None = None
 
@@ -97,6 +94,26 @@ class Tracker:
         self.tokenizer = tokenizer
         self._clock = clock
         self.requests: dict[str, RequestState] = {}
+        self._not_started: set[str] = set()
+
+    def add(self, state: RequestState) -> None:
+        """Follow a request from now on."""
+        self.requests[state.request_id] = state
+        self._not_started.add(state.request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Stop following a request."""
+        self.requests.pop(request_id, None)
+        self._not_started.discard(request_id)
+
+    def note_started(self, chunks: Iterable[Chunk]) -> None:
+        """Note when requests are scheduled for the first time: their wait in the queue is over."""
+        if not self._not_started:
+            return
+        now = self._clock()
+        for request_id in {chunk.seq.request.request_id for chunk in chunks} & self._not_started:
+            self.requests[request_id].started_s = now
+            self._not_started.discard(request_id)
 
     def consume(self, events: Iterable[Event], finish_sample: FinishSample) -> None:
         """Apply a step's events; a stop string ends its sample through ``finish_sample``."""
@@ -109,9 +126,6 @@ class Tracker:
                 self._token(state, event, now, finish_sample)
             elif isinstance(event, SampleFinished):
                 self._sample_finished(state, event)
-            elif isinstance(event, RequestStarted):
-                state.started_s = now
-                state.cached_tokens, state.miss = event.num_cached_tokens, event.miss
             elif isinstance(event, RequestFinished):
                 self._request_finished(state, event, now)
 
@@ -160,8 +174,8 @@ class Tracker:
             choices=tuple(
                 self._choice(index, state.samples[index]) for index in sorted(state.samples)
             ) or (Choice(0, "", (), event.reason),),
-            cached_tokens=state.cached_tokens,
-            miss=state.miss,
+            cached_tokens=event.num_cached_tokens,
+            miss=event.miss,
             timing=self._timing(state, now),
             seed=state.sampling.seed,
             num_preemptions=event.num_preemptions,
