@@ -74,8 +74,8 @@ class Runner:
         self._logits: F32 = np.empty((0, decoder.config.vocab_size), np.float32)
 
     def _layer_cache(self, layer: int) -> LayerCache:
-        group, (keys, values) = self.store.streams(layer)
-        return LayerCache(keys, values, group)
+        group, streams = self.store.streams(layer)
+        return LayerCache.of(group, streams)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Operations first, then all chunks as one batch, then logits and samples."""
