@@ -121,7 +121,7 @@ def _llama(record: dict[str, Any]) -> Iterator[str]:
         total = sum(pool.bytes for pool in pools.values()) / MIB
         yield from _near("total MiB", total, printed["total_MiB"], 0.01)
         if "cells_total" in printed:
-            yield from _near("cells", pools["full"].cells, printed["cells_total"], 0)
+            yield from _near("cells", pools["full"].total_cells, printed["cells_total"], 0)
         return
     if "S_MiB" in printed:
         yield from _state("", pools["state"], printed)
@@ -133,8 +133,8 @@ def _llama(record: dict[str, Any]) -> Iterator[str]:
 
 
 def _pool(pool: Any, printed: dict[str, Any]) -> Iterator[str]:
-    yield from _near("cells", pool.parts["cells_per_stream"], printed["cells"], 0)
-    yield from _near("streams", pool.parts["streams"], printed["streams"], 0)
+    yield from _near("cells", pool.cells, printed["cells"], 0)
+    yield from _near("streams", pool.streams, printed["streams"], 0)
     yield from _near("layers", pool.layers, printed["layers"], 0)
     yield from _near("MiB", pool.bytes / MIB, printed["size_MiB"], 0.0101)
     for name, size in (("K_MiB", pool.k_bytes), ("V_MiB", pool.v_bytes)):
@@ -170,8 +170,7 @@ def _sglang(record: dict[str, Any]) -> Iterator[str]:
         size = {"K": pool.k_bytes, "V": pool.v_bytes, "KV": pool.bytes}[name.split("_")[0]]
         yield from _near(name, size / GIB, value, 0.01)
     if "swa" in "".join(printed):
-        cells = pools["window"].cells - answer.allocation.block_size
-        yield from _near("window tokens", cells, printed["num_tokens"], 0)
+        yield from _near("window tokens", pools["window"].cells, printed["num_tokens"], 0)
     if "mamba" in record:
         parts = pools["state"].parts
         yield from _near("ssm GB", parts["ssm"] / GIB, record["mamba"]["ssm_GB_printed"], 0.01)

@@ -81,7 +81,7 @@ def summary(answer: Plan) -> list[str]:
         [
             ("Asked context", f"{answer.context:,} tokens{kind}: {verdict}"),
             ("Capacity", f"{a.capacity_tokens:,} tokens{each}"),
-            ("Requests at once", f"{a.max_concurrency:,.2f} of that length{each}"),
+            ("Requests at once", _at_once(answer) + each),
             ("Longest request", f"{answer.max_model_len:,} tokens"),
             ("KV of one request", format_size(a.bytes_for_context)),
             ("Pool", "" if is_llama else f"{answer.num_blocks:,} blocks × {per_block} of "
@@ -97,6 +97,16 @@ def summary(answer: Plan) -> list[str]:
             *group_table(answer),
         ]
     return lines
+
+
+def _at_once(answer: Plan) -> str:
+    a = answer.allocation
+    if answer.engine != "llama.cpp":
+        return f"{a.max_concurrency:,.2f} of that length"
+    slots = answer.request.slots or 1
+    if a.extras["streams"] == 1:
+        return f"{slots:,}, sharing {a.capacity_tokens:,} tokens"
+    return f"{slots:,} of {a.capacity_tokens // slots:,} tokens each: the context is split"
 
 
 def rank_table(answer: Plan) -> list[str]:

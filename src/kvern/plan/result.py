@@ -52,7 +52,8 @@ class Pool:
     """A separately sized allocation, as the engine prints it (per rank).
 
     Attributes:
-        cells: token slots (or state slots) that are allocated.
+        cells: token slots of a stream, or state slots, as the engine counts them.
+        streams: equal copies of the cells (llama.cpp gives each sequence its own).
         parts: finer figures an engine prints, e.g. conv and ssm bytes of a state pool.
     """
 
@@ -62,7 +63,13 @@ class Pool:
     k_bytes: int = 0
     v_bytes: int = 0
     state_bytes: int = 0
+    streams: int = 1
     parts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total_cells(self) -> int:
+        """Cells of all streams."""
+        return self.cells * self.streams
 
     @property
     def bytes(self) -> int:
@@ -195,6 +202,7 @@ class Plan:
                     "name": p.name,
                     "layers": p.layers,
                     "cells": p.cells,
+                    "streams": p.streams,
                     "k_bytes": p.k_bytes,
                     "v_bytes": p.v_bytes,
                     "state_bytes": p.state_bytes,

@@ -138,6 +138,9 @@ def stage_layers(request: PlanRequest) -> tuple[tuple[int, ...], ...]:
     """Layer indices of each pipeline stage; layers beyond the model's own go to the last.
 
     Layers that are left over go to the later stages, but the last one last: it has the head.
+
+    Raises:
+        UsageError: a stage would keep no cache.
     """
     model = request.model
     counts = list(request.pp_layers or ())
@@ -150,6 +153,14 @@ def stage_layers(request: PlanRequest) -> tuple[tuple[int, ...], ...]:
     for count in counts:
         stages.append(tuple(range(start, start + count)))
         start += count
+    for number, layers in enumerate(stages):
+        owned = (c for i in layers for c in model.layers[i].caches if c.share_with is None)
+        if next(owned, None) is None:
+            raise UsageError(
+                f"pipeline stage {number} of {model.name} (layers {layers[0]} to {layers[-1]}) "
+                "keeps no cache of its own, its layers read those of another stage: choose a "
+                "smaller --pp or other --pp-layers"
+            )
     return tuple(stages)
 
 

@@ -16,6 +16,7 @@ from kvern.plan.engines.base import round_up as rounded
 from kvern.plan.engines.llama_cpp_rules import (
     BLOCK_BYTES,
     DEFAULT_UBATCH,
+    EXTRA_CONV_ELEMENTS,
     PAD,
     Rules,
     rules_of,
@@ -149,27 +150,28 @@ def _pools(
         layers.setdefault(kind, set()).add(cache.layer)
     pools: list[Pool] = []
     for (name, limit, stride), rows in tables.items():
-        cells = shape.window_cells(limit) if limit else shape.cells
-        total = cdiv(cells, stride) * shape.num_streams
+        cells = cdiv(shape.window_cells(limit) if limit else shape.cells, stride)
+        total = cells * shape.num_streams
         pools.append(
             Pool(
                 name=name,
                 layers=len(layers[name, limit, stride]),
-                cells=total,
+                cells=cells,
                 k_bytes=total * sum(k for k, _ in rows),
                 v_bytes=total * sum(v for _, v in rows),
-                parts={"cells_per_stream": cells, "streams": shape.num_streams},
+                streams=shape.num_streams,
             )
         )
     states = [cache.content for cache in caches if isinstance(cache.content, State)]
     if states:
-        pools.append(_state_pool(states, shape))
+        pools.append(_state_pool(states, shape, EXTRA_CONV_ELEMENTS.get(request.model.family, 0)))
     return tuple(pools)
 
 
-def _state_pool(states: list[State], shape: _Shape) -> Pool:
+def _state_pool(states: list[State], shape: _Shape, extra_elements: int) -> Pool:
     copies = shape.num_slots * (1 + shape.rollback)
-    conv = other = 0
+    conv = 4 * extra_elements * copies
+    other = 0
     for state in states:
         for part in state.parts:
             num_bytes = StatePart(part.name, part.shape, "fp32").num_bytes * copies
@@ -177,8 +179,13 @@ def _state_pool(states: list[State], shape: _Shape) -> Pool:
                 conv += num_bytes
             else:
                 other += num_bytes
-    parts = {"cells": shape.num_slots, "rollback": shape.rollback, "conv": conv, "ssm": other}
-    return Pool("state", len(states), copies, state_bytes=conv + other, parts=parts)
+    return Pool(
+        "state",
+        len(states),
+        shape.num_slots,
+        state_bytes=conv + other,
+        parts={"rollback_copies": shape.rollback, "conv": conv, "ssm": other},
+    )
 
 
 def allocate(request: PlanRequest, budgets: tuple[Budget, ...]) -> Allocation:
@@ -236,7 +243,7 @@ def allocate(request: PlanRequest, budgets: tuple[Budget, ...]) -> Allocation:
 
 def _groups(pools: tuple[Pool, ...]) -> tuple[Group, ...]:
     return tuple(
-        Group(p.name, p.name, p.layers, 1, p.bytes // max(p.cells * p.layers, 1), p.cells)
+        Group(p.name, p.name, p.layers, 1, p.bytes // (p.total_cells * p.layers), p.total_cells)
         for p in pools
     )
 
@@ -255,12 +262,14 @@ def _steps(
     for pool in pools:
         if pool.name == "state":
             copies = f"{shape.num_slots} slots × (1 + {shape.rollback} rollback copies)"
-            each = pool.state_bytes // (pool.layers * pool.cells)
+            each = pool.state_bytes // (pool.layers * pool.cells * (1 + shape.rollback))
             formula = f"{pool.layers} layers × {copies} × {each:,} B (f32)"
         else:
-            k_row, v_row = (b // (pool.cells * pool.layers) for b in (pool.k_bytes, pool.v_bytes))
+            rows = pool.total_cells * pool.layers
+            k_row, v_row = pool.k_bytes // rows, pool.v_bytes // rows
+            streams = f"{pool.streams} streams × " if pool.streams > 1 else ""
             formula = (
-                f"{pool.cells:,} cells × {pool.layers} layers × "
+                f"{streams}{pool.cells:,} cells × {pool.layers} layers × "
                 f"({k_row:,} B of {key_format} keys + {v_row:,} B of {value_format} values)"
             )
         steps.append(Step(f"{pool.name} cache", formula, format_size(pool.bytes)))

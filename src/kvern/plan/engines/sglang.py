@@ -28,7 +28,7 @@ from kvern.plan.shards import RankCache, has_index, rank_caches, stage_layers, s
 from kvern.plan.versions import EngineVersion, Since, parse_version, rule_at
 from kvern.spec.budget import format_size
 from kvern.spec.content import Index, Latent, State, StatePart
-from kvern.spec.reach import Window
+from kvern.spec.reach import Chunk, Window
 
 WINDOW_RATIO = 0.8
 STATE_RATIO = 0.9
@@ -43,6 +43,15 @@ INDEX_IN_PRINT = (
     (Since(release=(0, 5, 4)), True),
 )
 """Whether the printed size counts the index keys of sparse attention; before, it left them out."""
+
+HYBRID_WINDOW = (
+    (Since(), ()),
+    (
+        Since(release=(0, 5)),
+        ("Llama4", "GptOss", "MiMoV2", "Step3p5", "Gemma4"),
+    ),
+)
+"""Architectures whose window layers get a smaller pool; other models keep windows in full."""
 
 INDEX_PAGE = 64
 DENSE_LATENT_BACKENDS = ("trtllm", "trtllm_mla")
@@ -94,6 +103,9 @@ def _format(request: PlanRequest) -> str:
 def _cells(request: PlanRequest, caches: tuple[RankCache, ...]) -> _Cells:
     kv_format = _format(request)
     sparse = has_index(caches)
+    prefixes = rule_at(HYBRID_WINDOW, parse_version(request.engine_version))
+    known = request.model.architecture.startswith(prefixes) if prefixes else False
+    hybrid = known if request.hybrid is None else request.hybrid
     sums = dict.fromkeys(("full_k", "full_v", "window_k", "window_v", "index"), 0)
     layers: dict[str, set[int]] = {"full": set(), "window": set()}
     is_latent = False
@@ -105,7 +117,8 @@ def _cells(request: PlanRequest, caches: tuple[RankCache, ...]) -> _Cells:
             scales = cdiv(content.dim, INDEX_SCALE_GROUP) * 4
             sums["index"] += cdiv(content.dim + scales, cache.stride)
             continue
-        kind = "window" if isinstance(cache.reach, Window) else "full"
+        local = isinstance(cache.reach, Window | Chunk)
+        kind = "window" if local and hybrid else "full"
         layers[kind].add(cache.layer)
         if isinstance(content, Latent):
             is_latent = True
@@ -165,7 +178,7 @@ def _slots(request: PlanRequest, rank: _Rank, kv_bytes: int | None) -> int:
 
 
 def _tokens(request: PlanRequest, rank: _Rank, kv_bytes: int | None, page: int) -> int:
-    """Tokens of the full pool (of the window pool, if that is all there is)."""
+    """Tokens of the full pool (of the window pool, if that is all there is); 0 without either."""
     if request.num_tokens is not None:
         return request.num_tokens // page * page
     if request.num_blocks is not None:
@@ -194,8 +207,10 @@ def allocate(request: PlanRequest, budgets: tuple[Budget, ...]) -> Allocation:
     tokens = tuple(
         _tokens(request, rank, b.kv_bytes, page) for rank, b in zip(ranks, budgets, strict=True)
     )
-    pool = min(tokens)
+    # a stage of recurrent layers alone has no tokens to count
+    pool = min((t for t, r in zip(tokens, ranks, strict=True) if _cell_bytes(r.cells)), default=0)
     tightest = tokens.index(pool)
+    tokens = tuple(t if _cell_bytes(r.cells) else pool for t, r in zip(tokens, ranks, strict=True))
     slots = _slots(request, ranks[tightest], budgets[tightest].kv_bytes)
     context = request.asked_context
     has_window = bool(ranks[tightest].cells.window and ranks[tightest].cells.full)
@@ -261,19 +276,19 @@ def _pools(
             Pool(
                 name="full",
                 layers=cells.full_layers,
-                cells=slot_count,
+                cells=pool,
                 k_bytes=slot_count * cells.full_k + printed,
                 v_bytes=slot_count * cells.full_v,
                 parts=parts,
             )
         )
     if cells.window:
-        count = (window if cells.full else pool) + page
+        count = (window if cells.full else pool) + page  # one page of slots beyond the tokens
         pools.append(
             Pool(
                 name="window",
                 layers=cells.window_layers,
-                cells=count,
+                cells=count - page,
                 k_bytes=count * cells.window_k,
                 v_bytes=count * cells.window_v,
             )
@@ -285,9 +300,9 @@ def _pools(
             Pool(
                 name="state",
                 layers=len(rank.states),
-                cells=slots + 1,
+                cells=slots,
                 state_bytes=total,
-                parts={"slots": slots, "conv": conv, "ssm": total - conv},
+                parts={"conv": conv, "ssm": total - conv},
             )
         )
     return tuple(pools)
@@ -345,7 +360,7 @@ def _steps(
         )
     for p in pools:
         if p.name != "state":
-            formula = f"({p.cells - page:,} tokens + {page}) × {p.bytes // p.cells:,} B"
+            formula = f"({p.cells:,} tokens + {page}) × {p.bytes // (p.cells + page):,} B"
             steps.append(Step(f"{p.name} pool", formula, f"{p.bytes / 2**30:.2f} GiB"))
     return tuple(steps)
 

@@ -14,9 +14,10 @@ from kvern.plan.engines.base import (
     num_elements,
     round_up,
 )
-from kvern.plan.facts import is_delta_attention, named_state_dtype
+from kvern.plan.facts import is_delta_attention, named_state_dtype, query_key_dim
 from kvern.plan.request import PlanRequest
-from kvern.plan.shards import RankCache, has_index, has_latent, rank_caches
+from kvern.plan.shards import RankCache, has_index, has_latent
+from kvern.spec.budget import kv_heads_per_rank
 from kvern.spec.content import Heads, Index, Latent, State, StatePart
 from kvern.spec.reach import Chunk, Window
 
@@ -195,7 +196,7 @@ def default_block_size(caches: tuple[RankCache, ...]) -> int:
 
 def paged_layers(request: PlanRequest, rules: rules_data.Rules) -> tuple[PagedLayer, ...]:
     """Every cache that vLLM registers, in blocks of the size it settles on."""
-    caches = rank_caches(request)
+    caches = _as_registered(request)
     kv_format = kv_format_of(request, caches)
     beside_latent = has_latent(caches)
     states = [state_of(c.content, request) for c in caches if isinstance(c.content, State)]
@@ -228,6 +229,24 @@ def paged_layers(request: PlanRequest, rules: rules_data.Rules) -> tuple[PagedLa
         else:
             layers.append(_growing(cache, block_size, kv_format, beside_latent))
     return tuple(layers)
+
+
+def _as_registered(request: PlanRequest) -> tuple[RankCache, ...]:
+    """The rank's caches, with latents expanded to heads where vLLM does so."""
+    caches = rank_caches(request)
+    model = request.model
+    if model.family not in rules_data.EXPANDED_LATENT_FAMILIES:
+        return caches
+    expanded: list[RankCache] = []
+    for cache in caches:
+        if isinstance(cache.content, Latent):
+            dim = query_key_dim(model, cache.content)
+            if dim is None or model.num_attention_heads is None:
+                raise UsageError(f"{model.name} does not state its attention heads' sizes")
+            heads = kv_heads_per_rank(model.num_attention_heads, request.tp)
+            cache = replace(cache, content=Heads(heads, dim, dim))
+        expanded.append(cache)
+    return tuple(expanded)
 
 
 def _growing(cache: RankCache, block_size: int, kv_format: str, beside_latent: bool) -> PagedLayer:

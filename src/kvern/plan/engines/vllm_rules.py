@@ -88,6 +88,9 @@ The record has room for 64 rotary elements even where a model has none."""
 INDEX_SCALE_BYTES = 4
 """Index keys beside a latent are fp8 with one fp32 scale per 128: 132 B for 128."""
 
+EXPANDED_LATENT_FAMILIES = ("minicpm3",)
+"""Families whose latent vLLM expands to ordinary attention, values padded to the keys' width."""
+
 COMPRESSED_ENTRY_BYTES = 584
 """DeepSeek-V4: 448 fp8 + 64 bf16 rotary + 8 scales, per entry."""
 
