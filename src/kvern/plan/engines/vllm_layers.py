@@ -16,7 +16,7 @@ from kvern.plan.engines.base import (
 )
 from kvern.plan.facts import is_delta_attention, named_state_dtype, query_key_dim
 from kvern.plan.request import PlanRequest
-from kvern.plan.shards import RankCache, has_index, has_latent
+from kvern.plan.shards import RankCache, has_index, has_latent, rank_caches
 from kvern.spec.budget import kv_heads_per_rank
 from kvern.spec.content import Heads, Index, Latent, State, StatePart
 from kvern.spec.reach import Chunk, Window
