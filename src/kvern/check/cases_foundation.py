@@ -1,0 +1,118 @@
+"""Cases that everything else rests on: the full pass is a model's answer, and the same one every time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kvern.check.compare import INFINITE, Difference, compare
+from kvern.check.dense import Replay
+from kvern.check.lab import Lab
+from kvern.check.names import Fault
+from kvern.check.sheet import Case, Sheet
+from kvern.check.uncached import UncachedRow
+
+DENSE_TOLERANCE = {"exact": 2e-4, "quantised": 3e-2}
+"""Share of the range by which the full pass may differ from the independent one.
+
+Both use the same matrix products. Where these round activations (quantised weights), last-bit differences of
+the attention can move a rounded activation by one step, hence the wider limit.
+"""
+
+
+def foundation_cases(lab: Lab) -> Iterator[Case]:
+    """Both; they come first, because the others compare with what they establish."""
+    length = lab.fitting(min(max(35, 2 * lab.block_size + 3), 130))
+    tokens = lab.tokens(length)
+
+    def full_pass(sheet: Sheet) -> None:
+        _full_pass(tokens, sheet)
+
+    def repeat(sheet: Sheet) -> None:
+        _repeat(tokens, sheet)
+
+    yield Case("full-pass", "one full pass, against a computation without any cache", full_pass)
+    yield Case("repeat", "the same full pass a second time", repeat)
+
+
+def _full_pass(tokens: Sequence[int], sheet: Sheet) -> None:
+    lab = sheet.lab
+    lab.uncached.prepare(tokens)
+    rows = _rows(lab, tokens)
+    sheet.num_compared = len(rows)
+    if len(rows) < len(tokens):
+        sheet.find(Fault.NO_RESULT, f"a full pass over {len(tokens)} tokens gave {len(rows)} rows of logits")
+        return
+    logits = np.stack([row.logits for row in rows])
+    if not np.isfinite(logits).all():
+        first = int(np.argmin(np.isfinite(logits).all(axis=1)))
+        sheet.find(Fault.NOT_FINITE, f"the full pass gives logits that are not finite from position {first} on")
+        return
+    if _is_degenerate(lab, tokens, logits, sheet):
+        return
+    dense = lab.dense.logits(Replay(tuple(tokens)), list(range(len(tokens))))
+    sheet.difference = worst = Difference(0.0, 0.0, 0.0)
+    for position, (own, other) in enumerate(zip(logits, dense, strict=True)):
+        difference = compare(own, other)
+        if difference.relative > worst.relative:
+            sheet.difference, sheet.position, worst = difference, position, difference
+    lab.noise = worst.relative
+    limit = DENSE_TOLERANCE["quantised" if lab.has_quantised_products else "exact"]
+    sheet.note(f"within {worst.relative:.1e} of the range, limit {limit:.0e}")
+    if not worst.is_within(limit):
+        sheet.find(
+            Fault.FULL_PASS,
+            f"the full pass differs from the independent computation by {worst.relative:.1e} of the range at "
+            f"position {sheet.position}, and {limit:.0e} is allowed: attention, positions or the stored form "
+            "are wrong even without reuse",
+        )
+
+
+def _rows(lab: Lab, tokens: Sequence[int]) -> list[UncachedRow]:
+    found = (lab.uncached.find(int(node)) for node in lab.contexts.path(tokens))
+    return [row for row in found if row is not None]
+
+
+def _is_degenerate(
+    lab: Lab, tokens: Sequence[int], logits: np.ndarray, sheet: Sheet
+) -> bool:
+    """Whether the engine could pass every comparison by saying the same thing always."""
+    if (logits.max(axis=1) == logits.min(axis=1)).any():
+        sheet.find(Fault.DEGENERATE, "all logits of a position are equal")
+    elif len({row.tobytes() for row in logits}) < len(logits):
+        sheet.find(Fault.DEGENERATE, "different positions have the same logits")
+    else:
+        other = [(tokens[0] + 1) % lab.llm.model.decoder.config.vocab_size, *tokens[1:]]
+        lab.uncached.prepare(other)
+        rows = _rows(lab, other)
+        if not rows or np.array_equal(rows[-1].logits, logits[-1]):
+            sheet.find(
+                Fault.DEGENERATE,
+                f"the logits at position {len(tokens) - 1} stay the same when the first token changes: the "
+                "past is not attended to",
+            )
+    return bool(sheet.findings)
+
+
+def _repeat(tokens: Sequence[int], sheet: Sheet) -> None:
+    lab = sheet.lab
+    first = {int(node): lab.uncached.find(int(node)) for node in lab.contexts.path(tokens)}
+    sheet.difference = Difference(0.0, 0.0, 0.0)
+    for row_number, (node, again) in enumerate(lab.full_pass(tokens).items()):
+        before = first.get(node)
+        difference = INFINITE if before is None else compare(again.logits, before.logits)
+        sheet.num_compared += 1
+        if difference.relative > sheet.difference.relative:
+            sheet.difference, sheet.position = difference, row_number
+    if sheet.num_compared < len(tokens):
+        sheet.find(Fault.NO_RESULT, f"the pass gave {sheet.num_compared} rows for {len(tokens)} tokens")
+    if np.isfinite(sheet.difference.relative) and not sheet.difference.is_within(lab.tolerance):
+        lab.is_random = True
+        sheet.find(
+            Fault.RANDOMNESS,
+            f"the same {len(tokens)} tokens from an empty cache gave logits that differ by "
+            f"{sheet.difference.largest:.3g} at position {sheet.position} the second time",
+        )
+    elif not np.isfinite(sheet.difference.relative):
+        sheet.find(Fault.NOT_FINITE, f"position {sheet.position} is not finite in one of two equal passes")

@@ -1,0 +1,188 @@
+"""Engines for the doctor: many small pools over one set of weights, and the answers without a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvern.check.compare import tolerance_of
+from kvern.check.contexts import Contexts
+from kvern.check.dense import DensePass
+from kvern.check.session import Session
+from kvern.check.uncached import LayerTrace, UncachedRow, UncachedRows
+from kvern.check.watch import Watch
+from kvern.core.plan import Chunk
+from kvern.core.sequence import Sequence as TokenSequence
+from kvern.engine.llm import LLM
+from kvern.engine.params import SamplingParams
+from kvern.spec.groups import make_kv_plan
+
+SEED = 20240229
+Tamper = Callable[[LLM], None]
+"""Breaks an engine on purpose, right after it was made: for proving that the doctor sees it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckOptions:
+    """What to check.
+
+    Attributes:
+        is_quick: fewer and shorter cases.
+        trace_layers: also keep hidden states, to name the first layer that differs.
+    """
+
+    is_quick: bool = False
+    trace_layers: bool = False
+
+
+class Lab:
+    """Makes watched engines.
+
+    Attributes:
+        llm: the engine as the user would run it; its weights and settings are used for all others.
+        tolerance: share of a row's range that a logit may differ by; 0 demands equal bits.
+        noise: how far the independent pass lies from the engine's full pass, as a share of the range.
+        is_random: the same input gave different logits.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        options: CheckOptions,
+        tamper: Tamper | None = None,
+        *,
+        tampers_last: bool = False,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            llm: loaded with the settings to check; stays untouched.
+            options: what to check.
+            tamper: applied to every engine made here, those without a cache included.
+            tampers_last: whether the doctor's own wrappers lie inside the tampered ones.
+        """
+        self.llm = llm
+        self.options = options
+        self.contexts = Contexts()
+        self.uncached = UncachedRows(self.contexts, self._full_pass)
+        dtypes = self._stored_dtypes()
+        self.tolerance = tolerance_of(
+            llm.model.backend.row_invariant, {dtype for pair in dtypes for dtype in pair}
+        )
+        self.noise = 0.0
+        self.is_random = False
+        self._tamper = tamper
+        self._tampers_last = tampers_last
+        self.dense = DensePass(llm.model.decoder, dtypes)
+
+    def _stored_dtypes(self) -> list[tuple[str, str]]:
+        spec = self.llm.model.spec.with_kv_format(self.llm.settings.kv_format)
+        return [
+            (layer.caches[0].k_codec.dtype, layer.caches[0].v_codec.dtype) if layer.caches else ("fp32",) * 2
+            for layer in spec.layers
+        ]
+
+    @property
+    def has_quantised_products(self) -> bool:
+        """Whether matrix products round activations (integer dot products on stored weights)."""
+        return self.llm.model.backend.name == "native" and self.llm.settings.weights_format == "auto"
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block, as the user set it."""
+        return self.llm.settings.block_size
+
+    # -- tokens ------------------------------------------------------------------------------------------
+
+    def tokens(self, length: int, stream: int = 0) -> tuple[int, ...]:
+        """Token ids drawn with a fixed seed; different streams differ from the first token on."""
+        rng = np.random.default_rng((SEED, stream))
+        vocab_size = self.llm.model.decoder.config.vocab_size
+        return tuple(rng.integers(0, vocab_size, length).tolist())
+
+    def fitting(self, length: int) -> int:
+        """A prompt length, cut to what the model's context leaves room for."""
+        return max(1, min(length, self.llm.model.max_model_len - 48))
+
+    # -- engines -----------------------------------------------------------------------------------------
+
+    def engine(self, num_tokens: int, *, num_blocks: int | None = None, **changes: Any) -> LLM:
+        """An engine with the user's settings, changed, and its own small pool.
+
+        Args:
+            num_tokens: what the pool has room for, beside a few spare blocks.
+            num_blocks: exact size of the pool instead, without the null block.
+            **changes: fields of `EngineSettings`.
+        """
+        settings = dataclasses.replace(self.llm.settings, **{"max_num_seqs": 32, **changes})
+        plan = make_kv_plan(
+            self.llm.model.spec,
+            settings.kv_format,
+            settings.block_size,
+            num_blocks=2,
+            max_num_seqs=settings.max_num_seqs,
+        )
+        if num_blocks is None:
+            num_blocks = plan.pages_for(num_tokens) + 8 * len(plan.groups)
+        memory = (num_blocks - 1) * plan.page_bytes + plan.total_bytes
+        settings = dataclasses.replace(settings, kv_memory=memory)
+        return LLM(self.llm.model.path, settings=settings, share_weights_with=self.llm)
+
+    def session(self, num_tokens: int, **settings: Any) -> Session:
+        """A watched engine; see `engine` for the arguments."""
+        llm = self.engine(num_tokens, **settings)
+        if self._tamper is not None and not self._tampers_last:
+            self._tamper(llm)
+        watch = Watch(llm, self.contexts, self.uncached, self.options.trace_layers)
+        if self._tamper is not None and self._tampers_last:
+            self._tamper(llm)
+        return Session(llm, watch)
+
+    # -- the answer without the cache -----------------------------------------------------------------
+
+    def full_pass(self, tokens: Sequence[int]) -> dict[int, UncachedRow]:
+        """All rows of one pass over ``tokens`` from an empty cache, by context number."""
+        count = len(tokens)
+        llm = self.engine(
+            count + 1,
+            enable_prefix_caching=False,
+            no_cache=True,
+            max_num_batched_tokens=max(count, 1),
+            max_chunk_tokens=None,
+        )
+        if self._tamper is not None:
+            self._tamper(llm)
+        collector = _Collector(self.contexts, self.options.trace_layers)
+        llm.model.runner.observer = collector
+        with llm:
+            llm.submit(list(tokens), SamplingParams(max_tokens=1, ignore_eos=True))
+            for _ in range(4 * count + 4):
+                if not llm.has_work:
+                    break
+                llm.step()
+        return collector.rows
+
+    def _full_pass(self, tokens: tuple[int, ...]) -> None:
+        for node, row in self.full_pass(tokens).items():
+            self.uncached.put(node, row)
+
+
+class _Collector:
+    """Keeps every row of one pass."""
+
+    def __init__(self, contexts: Contexts, trace_layers: bool) -> None:
+        self.rows: dict[int, UncachedRow] = {}
+        self._contexts = contexts
+        self._trace = LayerTrace(trace_layers)
+
+    def on_layer(self, chunks: Sequence[Chunk], layer: int, hidden: Any) -> None:
+        """The runner's observer."""
+        self._trace.on_layer(chunks, layer, hidden)
+
+    def on_logits(self, seq: TokenSequence, position: int, row: Any) -> None:
+        """The runner's observer."""
+        node = int(self._contexts.path(seq.token_ids(0, position + 1))[-1])
+        self.rows[node] = UncachedRow(row.copy(), self._trace.row(seq, position))

@@ -1,0 +1,134 @@
+"""What a check found: per case, and altogether."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvern.check.names import SECONDARY, Fault, Finding
+
+Verdict = Literal["pass", "fail", "skip"]
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """One comparison, or one set of invariants.
+
+    Attributes:
+        name: stable short name.
+        title: what is compared, in words.
+        verdict: ``skip`` with a note where a case cannot apply to the model or the settings.
+        num_compared: positions whose logits were compared with the full pass.
+        largest: largest absolute logit difference.
+        relative: the same as a share of the row's logit range.
+        kl: largest Kullback-Leibler divergence, in nats.
+        position: where the largest difference is; None without one.
+        request: of which request.
+        layer: first layer whose hidden states differ there, when layers were traced.
+        findings: faults named.
+        note: what happened, such as hits and preemptions.
+        duration_s: seconds.
+    """
+
+    name: str
+    title: str
+    verdict: Verdict
+    num_compared: int = 0
+    largest: float = 0.0
+    relative: float = 0.0
+    kl: float = 0.0
+    position: int | None = None
+    request: str | None = None
+    layer: int | None = None
+    findings: tuple[Finding, ...] = ()
+    note: str = ""
+    duration_s: float = 0.0
+
+    @property
+    def causes(self) -> tuple[Finding, ...]:
+        """Findings worth a line: causes, or symptoms where there is no cause."""
+        causes = tuple(finding for finding in self.findings if finding.fault not in SECONDARY)
+        return causes or self.findings
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """A whole check.
+
+    Attributes:
+        tolerance: share of a row's logit range that a logit may differ by; 0: equal bits.
+        kv_format: stored form of keys and values, and so on: the settings that were checked.
+    """
+
+    model: str
+    backend: str
+    kernel_path: str
+    weights_format: str
+    kv_format: str
+    block_size: int
+    tolerance: float
+    cases: tuple[CaseResult, ...]
+    duration_s: float
+
+    @property
+    def is_healthy(self) -> bool:
+        """No case failed, and something was compared at all."""
+        return self.num_compared > 0 and all(case.verdict != "fail" for case in self.cases)
+
+    @property
+    def num_compared(self) -> int:
+        """Positions compared over all cases."""
+        return sum(case.num_compared for case in self.cases)
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """Named faults, most often named first."""
+        counts: dict[Fault, int] = {}
+        for case in self.cases:
+            for finding in case.causes:
+                counts[finding.fault] = counts.get(finding.fault, 0) + 1
+        return tuple(sorted(counts, key=lambda fault: -counts[fault]))
+
+    def document(self) -> dict[str, Any]:
+        """The object that ``--json`` prints."""
+        return {
+            "model": self.model,
+            "backend": self.backend,
+            "kernel_path": self.kernel_path,
+            "weights_format": self.weights_format,
+            "kv_format": self.kv_format,
+            "block_size": self.block_size,
+            "tolerance": self.tolerance,
+            "healthy": self.is_healthy,
+            "faults": [fault.value for fault in self.faults],
+            "positions_compared": self.num_compared,
+            "duration_s": round(self.duration_s, 3),
+            "cases": [_case_document(case) for case in self.cases],
+        }
+
+
+def _case_document(case: CaseResult) -> dict[str, Any]:
+    return {
+        "name": case.name,
+        "title": case.title,
+        "verdict": case.verdict,
+        "positions_compared": case.num_compared,
+        "max_logit_difference": case.largest,
+        "max_relative_difference": case.relative,
+        "max_kl_divergence": case.kl,
+        "position": case.position,
+        "request": case.request,
+        "layer": case.layer,
+        "findings": [
+            {
+                "fault": finding.fault.value,
+                "title": finding.title,
+                "sentence": finding.sentence,
+                "basis": finding.basis,
+                "unexplained_share": finding.exactness,
+            }
+            for finding in case.findings
+        ],
+        "note": case.note,
+        "duration_s": round(case.duration_s, 3),
+    }

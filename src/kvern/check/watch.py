@@ -1,0 +1,296 @@
+"""What the doctor hears and sees of one engine while it works."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvern.check.compare import NO_DIFFERENCE, Difference, compare
+from kvern.check.contexts import Contexts
+from kvern.check.names import Fault, Finding
+from kvern.check.shadow import PoolView, Shadow
+from kvern.check.uncached import LayerTrace, UncachedRows
+from kvern.core.plan import Chunk, Copy, StepPlan, StepResult
+from kvern.core.pool import BlockPool
+from kvern.core.sequence import Sequence as TokenSequence
+from kvern.engine.llm import LLM
+from kvern.kernels.protocol import AttendBatch
+from kvern.spec.reach import num_positions
+
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+
+POISON = 0xFF
+"""Byte that fills pages without content: a NaN in every stored dtype, so that reading one shows."""
+
+VERIFIED_BYTES_PER_STEP = 32 * 2**20
+
+
+@dataclass(slots=True)
+class Row:
+    """One computed token: what the engine said behind it.
+
+    Attributes:
+        node: context number of the tokens that the request asked for.
+        step: the engine's step in which it was computed.
+        difference: from the row without the cache, once that is known.
+        logits: the row, dropped when it is equal.
+        layers: hidden states, with traced layers.
+    """
+
+    request_id: str
+    seq_id: int
+    position: int
+    node: int
+    step: int
+    difference: Difference | None = None
+    logits: F32 | None = None
+    layers: F32 | None = None
+    first_layer: int | None = None
+
+
+@dataclass(slots=True)
+class SequenceNote:
+    """How one sequence was computed: its chunks as (start, length), and what was copied for it."""
+
+    request_id: str
+    seq_id: int
+    sample_index: int
+    num_prompt_tokens: int
+    tokens: tuple[int, ...] = ()
+    chunks: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+
+
+def pool_of(llm: LLM) -> BlockPool:
+    """The engine's block pool."""
+    return llm.model.scheduler.state.pool
+
+
+def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Put a function around a method of one object, looked up by name at call time."""
+    setattr(owner, name, make(getattr(owner, name)))
+
+
+class Watch:
+    """Attaches to an engine; see `Shadow` for what it follows, `Row` for what it keeps."""
+
+    def __init__(
+        self, llm: LLM, contexts: Contexts, uncached: UncachedRows, trace_layers: bool
+    ) -> None:
+        self.rows: list[Row] = []
+        self.notes: dict[int, SequenceNote] = {}
+        self.findings: list[Finding] = []
+        self.num_rows_processed = 0
+        self.num_products = 0
+        self._llm = llm
+        self._uncached = uncached
+        self._trace = LayerTrace(trace_layers)
+        self._pool = pool_of(llm)
+        self._hashes = llm.model.scheduler.state.index.tree.hash_low
+        self._pages = llm.model.store.pages
+        view = PoolView(lambda: self._pool.refs, lambda: self._pool.node)
+        plan = llm.model.kv_plan
+        self.shadow = Shadow(plan.groups, plan.num_blocks, contexts, view)
+        self._pending: tuple[I32, Sequence[AttendBatch]] | None = None
+        self._step = 0
+        self._chosen: dict[tuple[str, int, int], int] = {}
+        self._sums: dict[int, tuple[tuple[int, int], int]] = {}
+        self._next_to_verify = 0
+        self._was_free = np.zeros(plan.num_blocks, np.bool_)
+        self._reaches = Counter(
+            layer.caches[0].reach for layer in llm.model.spec.layers if layer.caches
+        )
+        self._attach()
+
+    def _attach(self) -> None:
+        runner = self._llm.model.runner
+        runner.observer = self
+        wrap(runner.decoder, "forward", self._around_forward)
+        wrap(runner.store, "execute", self._around_operations)
+        wrap(runner, "execute", self._around_execute)
+        self._poison()
+
+    # -- around the engine's calls --------------------------------------------------------------------
+
+    def _around_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(token_ids: I32, batches: Sequence[AttendBatch], *rest: Any) -> Any:
+            self._pending = token_ids.copy(), batches
+            return forward(token_ids, batches, *rest)
+
+        return watched
+
+    def _around_operations(self, execute: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(ops: Sequence[Any]) -> Any:
+            self.shadow.on_ops(ops)
+            return execute(ops)
+
+        return watched
+
+    def _around_execute(self, execute: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(plan: StepPlan) -> StepResult:
+            self._step = plan.step
+            for chunk in plan.chunks:
+                self._note_copies(chunk, plan)
+            result: StepResult = execute(plan)
+            self._note_choices(plan, result)
+            return result
+
+        return watched
+
+    def on_layer(self, chunks: Sequence[Chunk], layer: int, hidden: F32) -> None:
+        """The runner's observer: after the first layer it is known what the pass was given."""
+        self._trace.on_layer(chunks, layer, hidden)
+        if layer == 0 and self._pending is not None:
+            token_ids, batches = self._pending
+            self._pending = None
+            self.num_rows_processed += len(token_ids)
+            self.shadow.on_forward(token_ids, batches, chunks)
+            for chunk in chunks:
+                self._note_chunk(chunk)
+
+    def on_logits(self, seq: TokenSequence, position: int, row: F32) -> None:
+        """The runner's observer: compare at once where the uncached row is known."""
+        node = int(self.shadow.path(seq, position + 1)[position])
+        note = Row(seq.request.request_id, seq.seq_id, position, node, self._step)
+        self.rows.append(note)
+        known = self._uncached.find(node)
+        if known is not None and compare(row, known.logits) == NO_DIFFERENCE:
+            note.difference = NO_DIFFERENCE
+            return
+        note.logits = row.copy()
+        note.layers = self._trace.row(seq, position)
+
+    # -- notes ---------------------------------------------------------------------------------------
+
+    def _note_of(self, seq: TokenSequence) -> SequenceNote:
+        note = self.notes.get(seq.seq_id)
+        if note is None:
+            note = SequenceNote(
+                seq.request.request_id, seq.seq_id, seq.sample_index, seq.num_prompt_tokens
+            )
+            self.notes[seq.seq_id] = note
+        return note
+
+    def _note_chunk(self, chunk: Chunk) -> None:
+        note = self._note_of(chunk.seq)
+        note.chunks.append((chunk.start, chunk.length))
+        self.num_products += sum(
+            layers * num_positions(reach.sees(position))
+            for reach, layers in self._reaches.items()
+            for position in range(chunk.start, chunk.start + chunk.length)
+        )
+        note.tokens = tuple(chunk.seq.token_ids(0, chunk.start + chunk.length).tolist())
+
+    def _note_copies(self, chunk: Chunk, plan: StepPlan) -> None:
+        note = self._note_of(chunk.seq)
+        for op in plan.ops:
+            if isinstance(op, Copy) and op.dst in chunk.seq.tables[op.group].blocks:
+                note.copies.append(op)
+
+    def _note_choices(self, plan: StepPlan, result: StepResult) -> None:
+        """Every sample's token at a position is chosen once: a second choice means that one was lost."""
+        sampled = [chunk for chunk in plan.chunks if chunk.num_samples]
+        for chunk, choices in zip(sampled, result.samples, strict=False):
+            seq, position = chunk.seq, chunk.start + chunk.length
+            if seq.request.beam_width:
+                continue
+            for sample, choice in enumerate(choices, seq.sample_index):
+                key = seq.request.request_id, sample, position
+                if key in self._chosen:
+                    self._find(
+                        Fault.TOKENS_LOST,
+                        f"request {key[0]}: the token at position {position} is chosen a second time, so the "
+                        "first one was lost",
+                    )
+                self._chosen[key] = choice.token_id
+        for chunk in plan.chunks:
+            self._check_kept(chunk.seq)
+
+    def _check_kept(self, seq: TokenSequence) -> None:
+        if seq.request.beam_width:
+            return
+        request_id, first = seq.request.request_id, seq.num_prompt_tokens
+        for offset, token in enumerate(seq.generated_token_ids.tolist()):
+            chosen = self._chosen.get((request_id, seq.sample_index, first + offset))
+            if chosen is not None and chosen != token:
+                self._find(
+                    Fault.TOKENS_LOST,
+                    f"request {request_id}: token {chosen} was chosen for position {first + offset}, and the "
+                    f"sequence holds {token} there",
+                )
+
+    def _find(self, fault: Fault, sentence: str, basis: str = "bookkeeping") -> None:
+        finding = Finding(fault, sentence, basis)
+        if finding not in self.findings:
+            self.findings.append(finding)
+
+    # -- after each step -------------------------------------------------------------------------------
+
+    def after_step(self) -> None:
+        """Verify sealed pages, take sums of new ones, spoil pages that were given back."""
+        nodes = self._pool.node
+        budget = max(1, VERIFIED_BYTES_PER_STEP // self._pages.shape[1])
+        self._verify(self._next_to_verify, budget)
+        for block in np.flatnonzero(nodes).tolist():
+            content = self._content_of(block)
+            if block not in self._sums or self._sums[block][0] != content:
+                self._sums[block] = content, zlib.crc32(self._pages[block])
+        for block in [block for block in self._sums if not nodes[block]]:
+            del self._sums[block]
+        self._poison()
+
+    def _content_of(self, block: int) -> tuple[int, int]:
+        """What the index says that a published block holds: its node and the node's hash."""
+        node = int(self._pool.node[block])
+        return node, int(self._hashes[node])
+
+    def verify_all(self) -> None:
+        """Verify every sealed page."""
+        self._verify(0, len(self._pages))
+
+    def _verify(self, start: int, count: int) -> None:
+        blocks = sorted(self._sums)
+        chosen = [blocks[(start + i) % len(blocks)] for i in range(min(count, len(blocks)))]
+        self._next_to_verify = (start + len(chosen)) % len(blocks) if blocks else 0
+        for block in chosen:
+            content, total = self._sums[block]
+            if self._content_of(block) == content and zlib.crc32(self._pages[block]) != total:
+                self._find(
+                    Fault.BLOCK_OWNER,
+                    f"the bytes of block {block} changed after it was sealed (seen after step {self._step}; "
+                    f"{int(self._pool.refs[block])} sequences hold it)",
+                    "checksum",
+                )
+                self._sums[block] = content, zlib.crc32(self._pages[block])
+
+    def _poison(self) -> None:
+        """Fill pages that came free since the last step, so that a late reader meets NaN."""
+        is_free = np.zeros(len(self._was_free), np.bool_)
+        is_free[self._pool.free_blocks()] = True
+        fresh = np.flatnonzero(is_free & ~self._was_free).astype(np.int32)
+        self._was_free = is_free
+        if len(fresh):
+            self._pages[fresh] = POISON
+            self.shadow.on_poison(fresh)
+
+    def settle(self) -> None:
+        """Compare the rows whose uncached row had to be computed first."""
+        for row in sorted(self.rows, key=lambda row: -row.position):  # one pass gives all shorter ones
+            if row.difference is not None or row.logits is None:
+                continue
+            known = self._uncached.get(row.node)
+            if known is None:
+                continue
+            row.difference = compare(row.logits, known.logits)
+            if row.difference == NO_DIFFERENCE:
+                row.logits = row.layers = None
+            elif row.layers is not None and known.layers is not None:
+                unequal = np.flatnonzero((row.layers != known.layers).any(axis=1))
+                row.first_layer = int(unequal[0]) if len(unequal) else len(row.layers)
