@@ -60,9 +60,12 @@ def real_fields(case: Case) -> dict[str, Any]:
         pytest.skip(f"no real configuration of {case.family} is at hand")
     path = CONFIGS / case.real
     if not path.exists():
-        pytest.skip(f"{path.name} is not there: shared/data/model_configs lies beside the repository")
+        pytest.skip(
+            f"{path.name} is not there: shared/data/model_configs lies beside the repository"
+        )
     real = json.loads(path.read_text())
-    real = {**real, **real.pop("text_config", {})}
+    text = real.pop("text_config", {})
+    real = {**real, **text}
     unwanted = {"architectures", "model_type", "torch_dtype", "dtype", *case.drop}
     kept = {k: v for k, v in real.items() if not k.startswith("_") and k not in unwanted}
     count = case.fields["num_hidden_layers"]
@@ -73,15 +76,21 @@ def real_fields(case: Case) -> dict[str, Any]:
     return {**kept, **case.fields}
 
 
-def save_model(folder: Path, case: Case, fields: dict[str, Any] | None = None, dtype: str = "float32") -> Any:
+def save_model(
+    folder: Path, case: Case, fields: dict[str, Any] | None = None, dtype: str = "float32"
+) -> Any:
     """Save the case's model with random weights; returns transformers' model, loaded back in float32."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.set_num_threads(1)
     torch.manual_seed(1)
     model_class = getattr(transformers, case.model)
-    config_class = getattr(transformers, case.config_class) if case.config_class else model_class.config_class
-    config = config_class(**{"initializer_range": 0.2, **(case.fields if fields is None else fields)})
+    config_class = (
+        getattr(transformers, case.config_class) if case.config_class else model_class.config_class
+    )
+    config = config_class(
+        **{"initializer_range": 0.2, **(case.fields if fields is None else fields)}
+    )
     config._attn_implementation = "eager"
     model = model_class(config)
     with torch.no_grad():
@@ -109,7 +118,12 @@ def their_logits(model: Any, ids: np.ndarray) -> np.ndarray:
     """Logits of every position by transformers, one full pass."""
     torch = pytest.importorskip("torch")
     with torch.no_grad():
-        return model(torch.tensor(ids[None].astype(np.int64)), use_cache=False).logits[0].float().numpy()
+        return (
+            model(torch.tensor(ids[None].astype(np.int64)), use_cache=False)
+            .logits[0]
+            .float()
+            .numpy()
+        )
 
 
 def decoder_of(folder: Path, backend: Backend, weights_format: str = "fp32") -> Decoder:
@@ -159,7 +173,7 @@ class Pool:
         )
 
     def forget_unreachable(self, seq: int, num_tokens: int) -> None:
-        """Overwrite what no later query of the sequence may see."""
+        """Overwrite the blocks that no later query of the sequence may see."""
         for layer, cache in zip(self.layers, self.cache, strict=True):
             end = 0
             if layer.window is not None:
@@ -167,11 +181,8 @@ class Pool:
             if layer.chunk is not None:
                 end = num_tokens // layer.chunk * layer.chunk
             for stream in (cache.keys, cache.values):
-                if stream is None or not end:
-                    continue
-                slots = stream.pages.reshape(len(stream.pages), stream.num_heads, BLOCK_SIZE, -1)
-                gone = np.arange(end)
-                slots[self.tables[seq][gone // BLOCK_SIZE], :, gone % BLOCK_SIZE] = 0xFF
+                if stream is not None:
+                    stream.pages[self.tables[seq][: end // BLOCK_SIZE]] = 0xFF
 
 
 def run(decoder: Decoder, sequences: Sequence[np.ndarray], schedule: Schedule) -> list[np.ndarray]:
@@ -217,7 +228,9 @@ def borders(decoder: Decoder) -> list[int]:
     return sorted({n for w in sizes for n in (w - 1, w, w + 1, 2 * w + 3)})
 
 
-def check_exactness(decoder: Decoder, theirs_of: Callable[[np.ndarray], np.ndarray], seed: int = 5) -> None:
+def check_exactness(
+    decoder: Decoder, theirs_of: Callable[[np.ndarray], np.ndarray], seed: int = 5
+) -> None:
     """The whole of it: full passes, chunks, one by one, and batches of unequal neighbours.
 
     Raises:
@@ -255,7 +268,11 @@ def _with_neighbours(
     vocab, n = decoder.config.vocab_size, len(ids)
     short, long = (rng.integers(0, vocab, size).astype(np.int32) for size in (5, n + 3))
     half = n // 2
-    schedule: Schedule = [[(0, 3), (2, half)], [(1, half), (0, 1), (2, 1)], [(2, 1), (1, 1), (0, 1)]]
+    schedule: Schedule = [
+        [(0, 3), (2, half)],
+        [(1, half), (0, 1), (2, 1)],
+        [(2, 1), (1, 1), (0, 1)],
+    ]
     schedule += [[(1, 1), (2, 1)]] * (n - half - 3)
     schedule += [[(2, n + 3 - (half + 2 + n - half - 3)), (1, 2)]]
     ours = run(decoder, [short, ids, long], schedule)

@@ -7,9 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.models.harness import (
+    Case,
+    alone,
+    assert_agrees,
+    check_exactness,
+    decoder_of,
+    run,
+    save_model,
+    their_logits,
+)
 
 from kvern.kernels.reference import ReferenceBackend
-from tests.models.harness import Case, alone, assert_agrees, check_exactness, decoder_of, run, save_model, their_logits
 
 FIELDS: dict[str, Any] = {
     "hidden_size": 96,
@@ -54,7 +63,9 @@ def case_of(variant: str) -> Case:
 
 
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
-def test_logits_agree_in_one_pass_in_chunks_and_token_by_token(tmp_path: Path, variant: str) -> None:
+def test_logits_agree_in_one_pass_in_chunks_and_token_by_token(
+    tmp_path: Path, variant: str
+) -> None:
     model = save_model(tmp_path, case_of(variant))
     decoder = decoder_of(tmp_path, ReferenceBackend())
     check_exactness(decoder, lambda ids: their_logits(model, ids))

@@ -50,7 +50,11 @@ class HeadsAttention:
     """One layer's attention with its weights."""
 
     def __init__(
-        self, layer: LayerConfig, weights: AttentionWeights, params: AttendParams, rope: RopeTable | None
+        self,
+        layer: LayerConfig,
+        weights: AttentionWeights,
+        params: AttendParams,
+        rope: RopeTable | None,
     ) -> None:
         """Args: layer: geometry; params: what `Backend.attend` is told; rope: None for no rotation."""
         self.layer = layer
@@ -111,7 +115,9 @@ class HeadsAttention:
             target = views.extra[name + "_normed"]
             np.copyto(source, x)
             rows = (-1, len(weight))
-            backend.rms_norm(source.reshape(rows), weight, self.weights.norm_eps, target.reshape(rows))
+            backend.rms_norm(
+                source.reshape(rows), weight, self.weights.norm_eps, target.reshape(rows)
+            )
             normed.append(target.reshape(x.shape))
         return normed[0], normed[1]
 

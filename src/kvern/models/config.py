@@ -66,7 +66,8 @@ class ExpertsConfig:
         num_experts: routed experts.
         num_chosen: experts per token.
         intermediate_size: width of one expert.
-        scoring: ``softmax`` over all experts, ``sigmoid``, or ``softmax_chosen`` over the chosen logits.
+        scoring: ``softmax`` or ``sigmoid`` of all logits; ``softmax_chosen`` or ``sigmoid_chosen``: the logits rank,
+            and the chosen ones become weights.
         is_normalized: the chosen scores are divided by their sum.
         routed_scale: factor on the chosen scores.
         num_groups: experts are split into this many equal groups, of which `num_chosen_groups` compete.
@@ -205,6 +206,7 @@ class Family:
         fused_rows: for files that store q, k and v in one matrix of another row order: the order's row
             indices, q rows first, then k, then v.
         is_transposed: matrices of a Hugging Face folder are stored ``[in, out]`` (GPT-2).
+        variant: the family to take instead for a configuration, where one architecture's name covers several.
     """
 
     name: str
@@ -216,3 +218,4 @@ class Family:
     gguf_rope_interleaved: bool = False
     fused_rows: Callable[[LayerConfig], Any] | None = None
     is_transposed: bool = False
+    variant: Callable[[Config, Family], Family] | None = None

@@ -106,6 +106,8 @@ class Experts:
         weights = np.take_along_axis(scores, chosen, axis=-1)
         if config.scoring == "softmax_chosen":
             weights = softmax(weights)
+        elif config.scoring == "sigmoid_chosen":
+            weights = sigmoid(weights)
         if config.is_normalized:
             weights = weights / (np.sum(weights, axis=-1, keepdims=True) + np.float32(1e-20))
         if config.routed_scale != 1.0:
@@ -159,4 +161,6 @@ class Experts:
         limit, half = np.float32(self.config.clamp), gate_up.shape[-1] // 2
         gate = np.minimum(gate_up[:, :half], limit)
         up = np.clip(gate_up[:, half:], -limit, limit)
-        np.multiply((up + np.float32(1)), gate * sigmoid(np.float32(self.config.alpha) * gate), out=out)
+        np.multiply(
+            (up + np.float32(1)), gate * sigmoid(np.float32(self.config.alpha) * gate), out=out
+        )

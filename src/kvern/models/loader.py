@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvern.errors import UnsupportedModelError
 from kvern.kernels.protocol import AttendParams, Backend, HostTensor, Weight
 from kvern.models.attention import AttentionWeights, HeadsAttention
-from kvern.models.config import DecoderConfig, ExpertsConfig, Family, LayerConfig, RopeConfig
+from kvern.models.config import DecoderConfig, ExpertsConfig, Family, RopeConfig
 from kvern.models.feed_forward import Dense, DenseWeights, Experts, ExpertsWeights
 from kvern.models.latent import LatentAttention, LatentWeights
 from kvern.models.rope import RopeTable
@@ -23,6 +23,8 @@ ROOTS = ("model.language_model.", "language_model.model.", "")
 """What may stand in a folder for the ``model.`` (or ``transformer.``) before most names: text models inside
 multimodal ones, and checkpoints of the bare model.
 """
+
+LONG_FACTORS = "rope_factors_long.weight"
 
 
 class Loader:
@@ -46,6 +48,11 @@ class Loader:
             raise UnsupportedModelError(
                 f"{family.name} models are read from Hugging Face folders only, and {source.path} is a GGUF file"
             )
+        if source.is_gguf and LONG_FACTORS in source:
+            raise UnsupportedModelError(
+                f"{source.path} has rotary factors for two lengths ({LONG_FACTORS}), which kvern reads from "
+                "Hugging Face folders only"
+            )
         self.names = names
         self.family = family
         self.source = source
@@ -61,7 +68,9 @@ class Loader:
             return config
         interleaved = self.family.gguf_rope_interleaved
         layers = tuple(
-            layer if layer.rope is None else replace(layer, rope=replace(layer.rope, interleaved=interleaved))
+            layer
+            if layer.rope is None
+            else replace(layer, rope=replace(layer.rope, interleaved=interleaved))
             for layer in config.layers
         )
         return replace(config, layers=layers)
@@ -233,7 +242,9 @@ class Loader:
             q=self._prepare(q),
             kv_down=self._prepare(self._matrix(names.kv_down, entry, hidden, i=index)),
             kv_down_bias=self._bias(config.qkv_bias, (names.kv_down, entry), i=index),
-            kv_down_norm=self.source.vector(self._name(names.kv_down_norm, i=index), latent.latent_dim),
+            kv_down_norm=self.source.vector(
+                self._name(names.kv_down_norm, i=index), latent.latent_dim
+            ),
             k_up=k_up,
             v_up=v_up,
             output=self._prepare(
@@ -276,9 +287,11 @@ class Loader:
         layer, names = self.config.layers[index], self.names
         if layer.experts is not None:
             return Experts(layer.experts, self._experts_weights(index, layer.experts))
-        parts = ((names.gate, names.up) if layer.is_gated else (names.up,))
+        parts = (names.gate, names.up) if layer.is_gated else (names.up,)
         gate_up_name = names.gate_up if layer.is_gated else None
-        return Dense(layer, self._dense(index, parts, gate_up_name, names.down, layer.intermediate_size))
+        return Dense(
+            layer, self._dense(index, parts, gate_up_name, names.down, layer.intermediate_size)
+        )
 
     def _dense(
         self, index: int, parts: tuple[str | None, ...], fused: str | None, down: str, inner: int
@@ -286,7 +299,9 @@ class Loader:
         config, hidden = self.config, self.config.hidden_size
         named = [(str(name), inner) for name in parts] if fused is None else [(fused, 2 * inner)]
         return DenseWeights(
-            gate_up=self._prepare(*(self._matrix(name, rows, hidden, i=index) for name, rows in named)),
+            gate_up=self._prepare(
+                *(self._matrix(name, rows, hidden, i=index) for name, rows in named)
+            ),
             gate_up_bias=self._bias(config.mlp_bias, *named, i=index),
             down=self._prepare(self._matrix(down, hidden, inner, i=index)),
             down_bias=self._bias(config.mlp_bias, (down, hidden), i=index),
@@ -340,9 +355,13 @@ class Loader:
             )
         )
 
-    def _per_expert(self, template: str, index: int, count: int, rows: int, cols: int) -> list[HostTensor]:
+    def _per_expert(
+        self, template: str, index: int, count: int, rows: int, cols: int
+    ) -> list[HostTensor]:
         if "{e}" in template:
-            return [self._matrix(template, rows, cols, i=index, e=expert) for expert in range(count)]
+            return [
+                self._matrix(template, rows, cols, i=index, e=expert) for expert in range(count)
+            ]
         name = self._name(template, i=index)
         if self.names.experts_transposed:
             return [transposed(part) for part in self.source.matrices(name, count, cols, rows)]
@@ -366,7 +385,9 @@ class Loader:
             if names.experts_interleaved:
                 gate_up = gate_up[:, _gate_then_up(inner)]
         else:
-            gate_up = np.concatenate([rows(names.expert_gate, inner), rows(names.expert_up, inner)], -1)
+            gate_up = np.concatenate(
+                [rows(names.expert_gate, inner), rows(names.expert_up, inner)], -1
+            )
         return list(gate_up), list(rows(names.expert_down, hidden))
 
 

@@ -147,7 +147,7 @@ class RopeTable:
         self.cos = self.sin = np.empty((0, len(self.inverse_frequencies)), np.float32)
 
     def cover(self, num_positions: int) -> tuple[F32, F32]:
-        """cos and sin, float32 ``[at least num_positions, rotary_dim / 2]``."""
+        """Cos and sin, float32 ``[at least num_positions, rotary_dim / 2]``."""
         if num_positions > len(self.cos):
             rows = max(MINIMUM_ROWS, 1 << (num_positions - 1).bit_length())
             angles = np.arange(rows, dtype=np.float32)[:, None] * self.inverse_frequencies

@@ -91,7 +91,9 @@ class WeightSource:
             raise ModelError(f"{self.path} has no tensor {name}, which the model needs")
         if tuple(tensor.shape) != shape:
             have, need = (" x ".join(map(str, s)) for s in (tensor.shape, shape))
-            raise ModelError(f"tensor {name} of {self.path} is {have}; the configuration needs {need}")
+            raise ModelError(
+                f"tensor {name} of {self.path} is {have}; the configuration needs {need}"
+            )
         if tensor.type not in ELEMENT_TYPES:
             raise UnsupportedModelError(
                 f"tensor {name} of {self.path} is stored as {tensor.type}; "
@@ -141,6 +143,8 @@ def open_weights(path: Path, header: GGUFHeader | None = None) -> WeightSource:
 
 def _stored(path: Path, header: GGUFHeader | SafetensorsHeader) -> dict[str, StoredTensor]:
     return {
-        name: StoredTensor(info.type, info.shape, path, header.data_offset + info.offset, info.nbytes)
+        name: StoredTensor(
+            info.type, info.shape, path, header.data_offset + info.offset, info.nbytes
+        )
         for name, info in header.tensors.items()
     }

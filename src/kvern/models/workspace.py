@@ -71,7 +71,7 @@ class Workspace:
 
     def _widths(self) -> dict[str, int]:
         layers = self._layers
-        widths = {name: self._hidden_size for name in HIDDEN_BUFFERS}
+        widths = dict.fromkeys(HIDDEN_BUFFERS, self._hidden_size)
         widths |= {
             "qkv": max(qkv_width(layer) for layer in layers),
             "attended": max(layer.num_heads * layer.value_dim for layer in layers),

@@ -4,9 +4,44 @@ from __future__ import annotations
 
 from kvern.errors import UnsupportedModelError
 from kvern.models.config import Config, Family
+from kvern.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, MINICPM3
+from kvern.models.families.falcon import FALCON
+from kvern.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from kvern.models.families.gpt import GPT2, GPT_NEOX
+from kvern.models.families.gpt_oss import GPT_OSS
+from kvern.models.families.granite import GRANITE
 from kvern.models.families.llama import LLAMA
+from kvern.models.families.llama4 import LLAMA4
+from kvern.models.families.mixtral import MIXTRAL
+from kvern.models.families.olmo import OLMO2, OLMOE
+from kvern.models.families.phi import PHI3
+from kvern.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from kvern.models.families.smollm import SMOLLM3
 
-FAMILIES: tuple[Family, ...] = (LLAMA,)
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+    MIXTRAL,
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    PHI3,
+    OLMO2,
+    OLMOE,
+    SMOLLM3,
+    GRANITE,
+    GPT2,
+    GPT_NEOX,
+    FALCON,
+    LLAMA4,
+    GPT_OSS,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    MINICPM3,
+)
 
 
 def family_of(config: Config, gguf_architecture: str | None = None) -> Family:
@@ -17,7 +52,8 @@ def family_of(config: Config, gguf_architecture: str | None = None) -> Family:
         gguf_architecture: ``general.architecture`` when the weights are a GGUF file.
 
     Raises:
-        UnsupportedModelError: names the architecture and the known ones.
+        UnsupportedModelError: names the architecture and the known ones, or a quantised form of a folder's
+            weights that kvern does not read.
     """
     if gguf_architecture is not None:
         wanted = [gguf_architecture]
@@ -25,10 +61,22 @@ def family_of(config: Config, gguf_architecture: str | None = None) -> Family:
     else:
         wanted = list(config.get("architectures") or [])
         known = {name: family for family in FAMILIES for name in family.architectures}
+        _refuse_quantized(config)
     for name in wanted:
         if name in known:
-            return known[name]
+            family = known[name]
+            return family if family.variant is None else family.variant(config, family)
     named = " / ".join(map(str, wanted)) or "not named in the configuration"
     raise UnsupportedModelError(
         f"architecture {named} has no decoder here; kvern runs {', '.join(sorted(known))}"
     )
+
+
+def _refuse_quantized(config: Config) -> None:
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "of an unnamed kind")
+        raise UnsupportedModelError(
+            f"the folder's weights are quantised ({method}), which kvern does not read: "
+            "use the unquantised folder, or a GGUF file"
+        )

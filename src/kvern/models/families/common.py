@@ -113,6 +113,12 @@ def layer_kinds(config: Config, known: Sequence[str], default: Sequence[str]) ->
     return kinds
 
 
+def expert_count(config: Config) -> int:
+    """Routed experts, under whichever name the configuration has them."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return integer(config, next((name for name in names if config.get(name) is not None), names[0]))
+
+
 def head_dim_of(config: Config) -> int:
     """``head_dim``, or the hidden size divided among the heads."""
     hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
@@ -164,7 +170,8 @@ def usual_layer(config: Config, **changes: Any) -> LayerConfig:
         key_dim=head_dim,
         value_dim=head_dim,
         scale=head_dim**-0.5,
-        intermediate_size=changes.pop("intermediate_size", None) or integer(config, "intermediate_size"),
+        intermediate_size=changes.pop("intermediate_size", None)
+        or integer(config, "intermediate_size"),
         activation=changes.pop("activation", None) or activation(config, "silu"),
         rope=rope_of(config, head_dim) if rope is ... else rope,
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvern.models.config import Config, DecoderConfig, Family
 from kvern.models.families.common import flag, integer, layer_kinds, usual_decoder, usual_layer
+from kvern.models.families.mixtral import describe as describe_experts
 from kvern.models.names import GGUF_NAMES, HF_NAMES
 
 KINDS = ("full_attention", "sliding_attention")
@@ -22,8 +25,16 @@ def describe(config: Config) -> DecoderConfig:
         return usual_decoder(config, [usual_layer(config)] * count)
     window = integer(config, "sliding_window")
     kinds = layer_kinds(config, KINDS, ["sliding_attention"] * count)
-    layers = {kind: usual_layer(config, window=None if kind == KINDS[0] else window) for kind in set(kinds)}
+    layers = {
+        kind: usual_layer(config, window=None if kind == KINDS[0] else window)
+        for kind in set(kinds)
+    }
     return usual_decoder(config, [layers[kind] for kind in kinds])
+
+
+def variant(config: Config, family: Family) -> Family:
+    """A GGUF file of Mixtral calls itself llama, and has experts."""
+    return replace(family, describe=describe_experts) if config.get("num_experts") else family
 
 
 LLAMA = Family(
@@ -34,4 +45,5 @@ LLAMA = Family(
     hf_names=HF_NAMES,
     gguf_names=GGUF_NAMES,
     gguf_rope_interleaved=True,
+    variant=variant,
 )

@@ -1,0 +1,307 @@
+"""Every family that has a decoder, by the shared exactness test: tiny models of its own configuration class,
+and of a real configuration with its layers and widths cut.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.models.harness import (
+    Case,
+    check_exactness,
+    decoder_of,
+    real_fields,
+    save_model,
+    their_logits,
+)
+
+from kvern.kernels.reference import ReferenceBackend
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 151,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+LATENT: dict[str, Any] = {
+    **SMALL,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def small(**fields: Any) -> dict[str, Any]:
+    return {**SMALL, **fields}
+
+
+CASES = [
+    Case(
+        "mistral",
+        "MistralForCausalLM",
+        small(sliding_window=7),
+        "mistralai--Mistral-7B-v0.1.json",
+        drop=("head_dim",),
+    ),
+    Case(
+        "ministral",
+        "MinistralForCausalLM",
+        small(sliding_window=7, layer_types=[FULL, SLIDING], head_dim=16),
+    ),
+    Case(
+        "mixtral",
+        "MixtralForCausalLM",
+        small(num_local_experts=4, num_experts_per_tok=2),
+        "mistralai--Mixtral-8x7B-Instruct-v0.1.json",
+        drop=("head_dim",),
+    ),
+    Case(
+        "qwen2", "Qwen2ForCausalLM", small(), "Qwen--Qwen2.5-0.5B-Instruct.json", drop=("head_dim",)
+    ),
+    Case(
+        "qwen2-window",
+        "Qwen2ForCausalLM",
+        small(use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    ),
+    Case(
+        "qwen2-moe",
+        "Qwen2MoeForCausalLM",
+        small(
+            **EXPERTS, shared_expert_intermediate_size=56, num_hidden_layers=3, mlp_only_layers=[1]
+        ),
+    ),
+    Case("qwen3", "Qwen3ForCausalLM", small(head_dim=32), "Qwen--Qwen3-8B.json"),
+    Case(
+        "qwen3-moe",
+        "Qwen3MoeForCausalLM",
+        small(head_dim=32, **EXPERTS),
+        "Qwen--Qwen3-30B-A3B.json",
+    ),
+    Case(
+        "gemma",
+        "GemmaForCausalLM",
+        small(head_dim=32, num_key_value_heads=1),
+        "google--gemma-7b-it.json",
+    ),
+    Case(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        small(head_dim=32, sliding_window=7, query_pre_attn_scalar=20, attn_logit_softcapping=5.0),
+        "google--gemma-2-2b.json",
+    ),
+    Case(
+        "gemma3",
+        "Gemma3ForCausalLM",
+        small(head_dim=32, sliding_window=7, num_hidden_layers=6, num_key_value_heads=1),
+        "google--gemma-3-270m.json",
+    ),
+    Case(
+        "phi3",
+        "Phi3ForCausalLM",
+        small(sliding_window=9),
+        "microsoft--Phi-3-mini-4k-instruct.json",
+        drop=("head_dim",),
+    ),
+    Case(
+        "phi3-longrope",
+        "Phi3ForCausalLM",
+        small(
+            max_position_embeddings=256,
+            original_max_position_embeddings=64,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.1, 1.2, 1.5, 2.0],
+                "long_factor": [2.0, 3.0, 4.0, 5.0],
+                "original_max_position_embeddings": 64,
+            },
+        ),
+    ),
+    Case("olmo2", "Olmo2ForCausalLM", small()),
+    Case(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        small(sliding_window=7, num_hidden_layers=4),
+        "allenai--Olmo-3-7B-Instruct.json",
+        drop=("head_dim",),
+    ),
+    Case(
+        "olmo3-yarn",
+        "Olmo3ForCausalLM",
+        small(sliding_window=7, num_hidden_layers=4, rope_scaling=YARN),
+    ),
+    Case(
+        "olmoe",
+        "OlmoeForCausalLM",
+        small(num_experts=6, num_experts_per_tok=2, num_key_value_heads=4),
+        "allenai--OLMoE-1B-7B-0924.json",
+        drop=("head_dim",),
+    ),
+    Case("smollm3", "SmolLM3ForCausalLM", small(num_hidden_layers=4)),
+    Case(
+        "granite",
+        "GraniteForCausalLM",
+        small(
+            embedding_multiplier=3.0,
+            attention_multiplier=0.2,
+            residual_multiplier=0.3,
+            logits_scaling=4.0,
+        ),
+    ),
+    Case(
+        "gpt2",
+        "GPT2LMHeadModel",
+        {
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+            "vocab_size": 151,
+            "num_hidden_layers": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        "openai-community--gpt2.json",
+        drop=(
+            "num_hidden_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ),
+    ),
+    Case(
+        "pythia",
+        "GPTNeoXForCausalLM",
+        small(),
+        "EleutherAI--pythia-1.4b.json",
+        drop=("head_dim", "num_key_value_heads"),
+    ),
+    Case(
+        "gpt-neox-serial", "GPTNeoXForCausalLM", small(use_parallel_residual=False, rotary_pct=0.5)
+    ),
+    Case(
+        "falcon-7b",
+        "FalconForCausalLM",
+        small(multi_query=True, bias=False),
+        "tiiuae--falcon-7b.json",
+        drop=("head_dim", "num_key_value_heads", "num_kv_heads"),
+    ),
+    Case("falcon-40b", "FalconForCausalLM", small(new_decoder_architecture=True, num_kv_heads=2)),
+    Case(
+        "falcon-serial",
+        "FalconForCausalLM",
+        small(multi_query=False, parallel_attn=False, bias=True),
+    ),
+    Case(
+        "llama4",
+        "Llama4ForCausalLM",
+        small(
+            head_dim=16,
+            intermediate_size_mlp=80,
+            num_local_experts=4,
+            num_hidden_layers=4,
+            attention_chunk_size=8,
+            floor_scale=4,
+            interleave_moe_layer_step=2,
+            num_experts_per_tok=1,
+        ),
+        "meta-llama--Llama-4-Scout-17B-16E-Instruct.json",
+    ),
+    Case(
+        "gpt-oss",
+        "GptOssForCausalLM",
+        small(
+            head_dim=16,
+            sliding_window=6,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            swiglu_limit=1.0,
+        ),
+        "openai--gpt-oss-20b.json",
+    ),
+    Case(
+        "deepseek-v2",
+        "DeepseekV2ForCausalLM",
+        {
+            **LATENT,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "first_k_dense_replace": 1,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.0,
+            "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+        },
+        "deepseek-ai--DeepSeek-V2.json",
+    ),
+    Case(
+        "deepseek-v2-lite",
+        "DeepseekV2ForCausalLM",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    Case(
+        "deepseek-v3",
+        "DeepseekV3ForCausalLM",
+        {
+            **LATENT,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        "deepseek-ai--DeepSeek-V3.json",
+    ),
+    Case(
+        "minicpm3",
+        "MiniCPM3ForCausalLM",
+        {**LATENT, "dim_model_base": 32},
+        "openbmb--MiniCPM3-4B.json",
+    ),
+]
+IDS = [case.family for case in CASES]
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_logits_agree_with_transformers(tmp_path: Path, case: Case) -> None:
+    model = save_model(tmp_path, case)
+    check_exactness(decoder_of(tmp_path, ReferenceBackend()), lambda ids: their_logits(model, ids))
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_real_configurations_agree_with_transformers(tmp_path: Path, case: Case) -> None:
+    model = save_model(tmp_path, case, real_fields(case))
+    check_exactness(decoder_of(tmp_path, ReferenceBackend()), lambda ids: their_logits(model, ids))
