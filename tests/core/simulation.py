@@ -292,7 +292,7 @@ class Simulation:
             else:
                 self.finished[event.request_id] = event
 
-    def run(self, max_steps=10_000):
+    def run(self, max_steps=3_000):
         for _ in range(max_steps):
             if not self.scheduler.has_work:
                 return self

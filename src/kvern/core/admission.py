@@ -37,6 +37,8 @@ def admit(state: SchedulerState, draft: Draft) -> None:
         num_tried += 1
         if _has_seat(state) and _try_start(state, draft, seq):
             continue
+        if _start_instead_of_sibling(state, draft, seq):
+            continue
         if seq.book.waits_for is not None:
             continue
         if head is None:
@@ -50,6 +52,17 @@ def admit(state: SchedulerState, draft: Draft) -> None:
 def _has_seat(state: SchedulerState) -> bool:
     seats = min(state.config.max_num_seqs, state.config.max_num_batched_tokens)
     return len(state.running) < seats
+
+
+def _start_instead_of_sibling(state: SchedulerState, draft: Draft, seq: Sequence) -> bool:
+    """Start a beam in place of beams of the same search that only wait for it."""
+    if not seq.request.beam_width or seq.book.waits_for is not None:
+        return False
+    while (other := lowest_below(state, draft, seq)) is not None and other.book.beam_delivered:
+        state.preempt(other)
+        if _has_seat(state) and _try_start(state, draft, seq):
+            return True
+    return False
 
 
 def _may_pass(state: SchedulerState, head: Sequence) -> bool:

@@ -140,6 +140,8 @@ class PrefixIndex:
             tokens[place] = seq.token_ids(done * span, (done + 1) * span)
         low, high = hash_columns(b"".join(hashes), self.hash_bits)
         nodes = tree.find(parents, low, high, tokens)
+        if tree.media:
+            nodes[[node in tree.media for node in nodes.tolist()]] = 0
         missing = np.flatnonzero(nodes == 0)
         if len(missing):
             fresh: dict[tuple[int, bytes], int] = {}
@@ -282,7 +284,8 @@ class PrefixIndex:
         length = len(tokens)
         longer = nodes[self.tree.num_tokens[nodes] >= length]
         same = (self.tree.tokens[longer, :length] == tokens).all(axis=1)
-        return bool((same & self.tree.blocks[longer].all(axis=1)).any())
+        same &= self.tree.blocks[longer].all(axis=1)
+        return any(node not in self.tree.media for node in longer[same].tolist())
 
     def publish_at(self, node: int, rule: GroupRule, offset: int, block: int) -> bool:
         """Give a held block of a partial leaf its name; False if the place is taken."""

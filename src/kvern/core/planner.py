@@ -100,8 +100,16 @@ def _make_room(state: SchedulerState, draft: Draft, seq: Sequence, wanted: int) 
 
 
 def lowest_below(state: SchedulerState, draft: Draft, seq: Sequence) -> Sequence | None:
-    """The running sequence of the lowest rank below `seq` that no operation of the step names."""
-    rank = seq.book.rank
+    """The running sequence of the lowest rank below `seq` that no operation of the step names.
+
+    Beams of the same search that only wait for `seq` count as below it.
+    """
+    book = seq.book
+    if seq.request.beam_width:
+        for other in reversed(state.running):
+            if other.book.beam_delivered and other.book.record is book.record:
+                return other
+    rank = book.rank
     for other in reversed(state.running):
         if rank_of(other) <= rank:
             return None

@@ -27,12 +27,16 @@ from kvern.core.pinning import pin_prefix
 from kvern.core.plan import Event, StepPlan, StepResult
 from kvern.core.planner import plan_running, settle_forks
 from kvern.core.residency import Residency
-from kvern.core.rules import GroupRule, make_rules, span_tokens
+from kvern.core.rules import make_rules, span_tokens
 from kvern.core.sequence import Request, Sequence
 from kvern.core.state import Draft, SchedulerState
 from kvern.core.stats import CacheStats
 from kvern.errors import CapacityError, InputError, IntegrityError
 from kvern.spec import KVPlan
+
+
+NO_CONTEXT = 1 << 30
+"""Longest sequence of a model whose cache does not grow, when no context length is set."""
 
 
 class Scheduler:
@@ -290,7 +294,10 @@ class Scheduler:
 
     def _longest_that_fits(self, num_pages: int, context: int | None) -> int:
         """The longest sequence that the pool can hold alone."""
-        low, high = 0, context or num_pages * _largest_block(self.state.rules) + 1
+        rules = self.state.rules
+        low, high = 0, context or NO_CONTEXT
+        if any(rule.is_full for rule in rules):
+            high = min(high, num_pages * max(rule.block_size for rule in rules))
         while low < high:
             middle = (low + high + 1) // 2
             if self.pages_for(middle) <= num_pages:
@@ -298,10 +305,6 @@ class Scheduler:
             else:
                 high = middle - 1
         return low
-
-
-def _largest_block(rules: tuple[GroupRule, ...]) -> int:
-    return max(rule.block_size for rule in rules)
 
 
 def _state_pages(kv_plan: KVPlan, config: SchedulerConfig) -> int:

@@ -165,9 +165,8 @@ class ScoredQueue:
         own = np.maximum(self._score_of(facts), self._floor[blocks])
         score = np.maximum.accumulate(own)
         self._score[blocks] = score
-        top = parents[-1]
-        if top:
-            self._floor[top] = max(self._floor[top], score[-1])
+        np.maximum.at(self._floor, parents, score)
+        self._floor[0] = -np.inf
         low = blocks[score < self._bound]
         if len(low):
             self._late.append(low)
