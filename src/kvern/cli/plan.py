@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,8 @@ def add_parser(subparsers: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    # so that "--memory -3GiB" is a size to refuse with its number, not an unknown flag
+    parser._negative_number_matcher = re.compile(r"^-\d+(\.\d+)?[A-Za-z]*$")
     parser.add_argument("model", metavar="MODEL", nargs="?", help="what to plan for")
     _add_memory_flags(parser.add_argument_group("memory"))
     _add_request_flags(parser.add_argument_group("requests and cache"))
@@ -114,7 +117,9 @@ def _add_engine_flags(group: Any) -> None:
 def _add_answer_flags(group: Any) -> None:
     group.add_argument("--explain", action="store_true", help="show the formula, step by step")
     group.add_argument("--bound", action="store_true", help="time bounds of decode and prefill")
-    group.add_argument("--batch", metavar="N", type=int, help="batch of the time bound")
+    group.add_argument(
+        "--batch", metavar="N", type=int, help="requests in a step, for --bound and --explain"
+    )
     group.add_argument("--ssd-bandwidth", metavar="SIZE", help="bytes per second, e.g. 7GB")
     group.add_argument("--html", metavar="FILE", help="write a report with plots")
     group.add_argument("--json", action="store_true", help="print one JSON object on stdout")
@@ -135,11 +140,12 @@ def run(args: argparse.Namespace) -> int:
     extras = _extras(args, answer, document, text)
     if not args.json:
         if args.explain:
-            text += _render("explanation", answer)
+            text += _render("explanation", answer, args.batch)
         text += _render("notes", "Warnings", answer.warnings)
         text += _render("notes", "Assumptions", answer.assumptions)
     else:
         document["explanation"] = _all_steps(answer)
+        document["kv_matrix"] = _matrix(answer, args.batch)
     if args.html:
         html = importlib.import_module("kvern.plan.report").html_report(answer, *extras)
         Path(args.html).write_text(html, encoding="utf-8")
@@ -160,6 +166,11 @@ def _render(function: str, *arguments: Any) -> list[str]:
 def _all_steps(answer: Plan) -> list[str]:
     explain = importlib.import_module("kvern.plan.explain")
     return [str(step) for step in explain.explained(answer)]
+
+
+def _matrix(answer: Plan, batch: int | None) -> Any:
+    explain = importlib.import_module("kvern.plan.explain")
+    return explain.matrix_for(explain.formatted_model(answer), answer.context, batch)
 
 
 def _request(args: argparse.Namespace) -> PlanRequest:
@@ -279,7 +290,9 @@ def _extras(
     if args.lengths:
         lengths, concurrency, shares = _lengths(args, answer, document)
         text += _render("length_lines", lengths, concurrency, shares)
-    if args.bound or args.batch:
+    if args.batch is not None and args.batch < 1:
+        raise UsageError(f"--batch is {args.batch}: it must be positive")
+    if args.bound:
         bound = _bound(args, answer, document, text)
     return bound, concurrency, shares
 
@@ -338,8 +351,6 @@ def _bound(
     if weights is None:
         raise UsageError("a time bound needs the weights: give --weights SIZE")
     batch = args.batch or 1
-    if batch < 1:
-        raise UsageError(f"--batch is {batch}: it must be positive")
     bound: DecodeBound = roofline.decode_bound(
         request, request.device, batch, answer.context, weights
     )
@@ -375,7 +386,7 @@ def _list_devices(args: argparse.Namespace) -> int:
     rows = [("id", "name", "memory", "GB/s", "on chip", "confidence")]
     for device in devices.values():
         mark = " (estimated)" if device.memory_is_estimated else ""
-        cache = format_size(device.cache_bytes) if device.cache_bytes else "not known"
+        cache = f"{device.cache_bytes / 1e6:g} MB" if device.cache_bytes else "not known"
         rows.append(
             (
                 device.id,

@@ -104,10 +104,15 @@ def _memory_budgets(
     stages: list[int],
 ) -> tuple[tuple[Budget, ...], list[Step], list[str]]:
     if weights is None:
-        missing = ", ".join(request.model.missing_fields) or "the widths of its layers"
+        model = request.model
+        missing = ", ".join(model.missing_fields)
+        why = (
+            f"the configuration of {model.name} lacks {missing}, so its weights cannot be counted"
+            if missing
+            else f"the weights of the {model.family} family are not counted from a configuration"
+        )
         raise UsageError(
-            f"the configuration of {request.model.name} lacks {missing}, so its weights cannot be "
-            "counted: give --weights SIZE, or the bytes for KV alone with --kv-memory SIZE"
+            f"{why}: give --weights SIZE, or the bytes for KV alone with --kv-memory SIZE"
         )
     share = request.utilization or engine.default_utilization(request)
     reserve, why = (

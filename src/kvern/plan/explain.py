@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvern.plan.result import Plan, Step
@@ -25,11 +24,12 @@ class Matrix:
     bytes: tuple[tuple[int, ...], ...]
 
 
-def matrix_for(model: ModelSpec, context: int, batches: Sequence[int] = BATCHES) -> Matrix:
-    """The KV matrix around the asked length, without block rounding, on one rank."""
+def matrix_for(model: ModelSpec, context: int, batch: int | None = None) -> Matrix:
+    """The KV matrix around the asked length and batch, of the whole model, no block rounding."""
+    batches = tuple(sorted({*BATCHES, batch or 1}))
     limit = model.max_model_len or max(LENGTHS)
     lengths = tuple(sorted({n for n in (*LENGTHS, limit) if n <= limit} | {context}))
-    return Matrix(lengths, tuple(batches), kv_matrix(model, lengths, batches))
+    return Matrix(lengths, batches, kv_matrix(model, lengths, batches))
 
 
 def explained(answer: Plan) -> tuple[Step, ...]:

@@ -193,12 +193,12 @@ def step_lines(steps: Iterable[Step]) -> list[str]:
     return lines
 
 
-def explanation(answer: Plan) -> list[str]:
-    """The derivation and the KV matrix."""
+def explanation(answer: Plan, batch: int | None = None) -> list[str]:
+    """The derivation and the KV matrix, with a column for `batch`."""
     lines = ["", "How the numbers come about", *step_lines(explained(answer))]
     model = formatted_model(answer)
     lines += ["", "KV bytes by length and batch (whole model, one copy, no block rounding)"]
-    return lines + matrix_lines(matrix_for(model, answer.context))
+    return lines + matrix_lines(matrix_for(model, answer.context, batch))
 
 
 def matrix_lines(matrix: Matrix) -> list[str]:
@@ -267,8 +267,8 @@ def bound_lines(bound: DecodeBound, offload: OffloadBound, prefill: float) -> li
     if bound.cache_bytes is not None:
         verdict = "fits" if bound.kv_fits_on_chip else "does not fit"
         cache = (
-            f"{format_size(bound.cache_bytes)} on chip against {format_size(bound.kv_bytes)} of KV "
-            f"per step: {verdict}"
+            f"{bound.cache_bytes / 1e6:g} MB against {format_size(bound.kv_bytes)} of KV per step: "
+            f"{verdict}"
         )
     turning = (
         f"batch {bound.turning_batch:,}"

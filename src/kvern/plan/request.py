@@ -149,6 +149,13 @@ class PlanRequest:
                 f"{self.model.name}: each stage needs one, so choose at most "
                 f"{self.model.num_layers}"
             )
+        heads = self.model.num_attention_heads
+        if heads is not None and heads % self.tp:
+            divisors = [n for n in range(1, heads + 1) if heads % n == 0 and n <= 64]
+            raise UsageError(
+                f"--tp {self.tp} does not divide the {heads} attention heads of {self.model.name}: "
+                f"choose one of {', '.join(map(str, divisors))}"
+            )
         if self.tp % self.dcp:
             raise UsageError(
                 f"--dcp {self.dcp} does not divide --tp {self.tp}: the ranks that share a "

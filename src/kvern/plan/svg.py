@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from html import escape
 
 COLOURS = ("#2f6db5", "#c8641b", "#2a8a63", "#8457ab", "#a8323e", "#5d6670")
+QUIET = "#9aa5b0"
+QUIET_NAMES = ("left to others",)
 WIDTH = 720
 HEIGHT = 360
 LEFT, RIGHT, TOP, BOTTOM = 64, 96, 16, 44
@@ -83,7 +85,7 @@ def _end_labels(ends: list[tuple[float, str, str]]) -> list[str]:
         y = max(y, last + 15)
         last = y
         placed.append(
-            f'<text x="{WIDTH - RIGHT + 10}" y="{y + 4:.1f}" fill="{colour}" '
+            f'<text x="{WIDTH - RIGHT + 10}" y="{y + 4:.1f}" style="fill:{colour}" '
             f'class="name">{escape(name)}</text>'
         )
     return placed
@@ -93,6 +95,7 @@ def stacked_bars(bars: Sequence[Bar], total: int, unit: int = 2**30) -> str:
     """Horizontal bars that share one scale from 0 to `total` bytes, with a legend."""
     names = list(dict.fromkeys(name for bar in bars for name, _ in bar.parts))
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+    colours |= {name: QUIET for name in names if name in QUIET_NAMES}
     row, top = 30, 30
     height = top + row * len(bars) + 34
     span = WIDTH - LEFT - 24
@@ -110,7 +113,7 @@ def stacked_bars(bars: Sequence[Bar], total: int, unit: int = 2**30) -> str:
         left = float(LEFT)
         for name, size in bar.parts:
             width = span * size / total if total else 0.0
-            label = f"{name}: {size / unit:,.2f} GiB"
+            label = f"{name}: {size / unit:,.3f} GiB"
             parts.append(
                 f'<rect x="{left:.1f}" y="{y}" width="{max(width - 1, 0):.1f}" height="20" rx="2" '
                 f'fill="{colours[name]}"><title>{escape(label)}</title></rect>'
@@ -122,12 +125,21 @@ def stacked_bars(bars: Sequence[Bar], total: int, unit: int = 2**30) -> str:
                 )
             left += width
     base = top + row * len(bars) + 4
-    for step in range(5):
-        value = total * step / 4
-        parts.append(_text(LEFT + span * step / 4, base + 14, f"{value / unit:,.1f}", "middle"))
+    step = _nice_step(total / unit)
+    for number in range(int(total / unit / step + 1e-9) + 1):
+        x = LEFT + span * number * step * unit / total
+        parts.append(_text(x, base + 14, f"{number * step:,g}", "middle"))
     parts.append(_text(LEFT + span, base + 28, "GiB", "end"))
     parts.append("</svg>")
     return "".join(parts)
+
+
+def _nice_step(total: float) -> float:
+    """1, 2 or 5 times a power of ten that cuts `total` into about four."""
+    if total <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(total / 4))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= total / 5)
 
 
 def _svg_open(height: float) -> str:
