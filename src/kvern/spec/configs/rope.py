@@ -1,0 +1,47 @@
+"""How long a model's context is once its rotary scaling is counted in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvern.spec.configs.reader import Config
+
+LENGTH_FIELDS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "max_sequence_length",
+    "model_max_length",
+    "n_ctx",
+)
+
+_STATED_EXTENDED = ("default", "llama3", "longrope", "su", "mrope", "proportional")
+"""Kinds whose `max_position_embeddings` already is the extended length."""
+
+
+def rope_scaling(config: Config) -> Mapping[str, object]:
+    """The scaling table of full-attention layers, in either spelling; empty without scaling."""
+    table = config.get("rope_scaling", "rope_parameters")
+    if not isinstance(table, Mapping):
+        return {}
+    nested = table.get("full_attention")
+    return nested if isinstance(nested, Mapping) else table
+
+
+def max_model_len(config: Config, family: str) -> int | None:
+    """The context limit in tokens, or None where the configuration does not state one.
+
+    YaRN, linear and dynamic scaling multiply the original length, which is
+    `original_max_position_embeddings` where stated; the Gemma families state the product.
+    """
+    length = config.optional_integer(*LENGTH_FIELDS)
+    scaling = rope_scaling(config)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    factor = scaling.get("factor")
+    if length is None or kind in _STATED_EXTENDED or family.startswith("gemma"):
+        return length
+    if not isinstance(factor, int | float) or isinstance(factor, bool) or factor <= 0:
+        return length
+    original = scaling.get("original_max_position_embeddings")
+    return int((original if isinstance(original, int) else length) * factor)
