@@ -109,12 +109,40 @@ KEY_OF = MappingProxyType(
         "num_nextn_predict_layers": "nextn_predict_layers",
         "full_attention_interval": "full_attention_interval",
         "conv_L_cache": "shortconv.l_cache",
+        "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+        "layer_norm_eps": "attention.layer_norm_epsilon",
+        "rope_theta": "rope.freq_base",
+        "rope_local_base_freq": "rope.freq_base_swa",
+        "rotary_dim": "rope.dimension_count",
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+        "attention_multiplier": "attention.scale",
+        "use_parallel_residual": "use_parallel_residual",
+        "norm_topk_prob": "expert_weights_norm",
+        "routed_scaling_factor": "expert_weights_scale",
+        "expert_gating_func": "expert_gating_func",
+        "n_group": "expert_group_count",
+        "topk_group": "expert_group_used_count",
     }
 )
-"""`config.json` field -> GGUF key behind the architecture's name."""
+"""`config.json` field -> GGUF key behind the architecture's name.
+
+A field whose key the file lacks is absent: the family's default holds.
+"""
+
+TOKEN_KEY_OF = MappingProxyType(
+    {
+        "bos_token_id": "tokenizer.ggml.bos_token_id",
+        "eos_token_id": "tokenizer.ggml.eos_token_id",
+        "pad_token_id": "tokenizer.ggml.padding_token_id",
+    }
+)
 
 
-def config_from_gguf(header: GGUFHeader) -> Mapping[str, Any]:
+def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
     """The configuration that a GGUF header states, in `config.json` form."""
     arch = header.architecture
     values: dict[str, Any] = {}
@@ -122,6 +150,9 @@ def config_from_gguf(header: GGUFHeader) -> Mapping[str, Any]:
         value = header.metadata.get(f"{arch}.{key}")
         if value is not None:
             values[field] = value if isinstance(value, int | float | str) else list(value)
+    for field, key in TOKEN_KEY_OF.items():
+        if key in header.metadata:
+            values[field] = header.metadata[key]
     if "vocab_size" not in values and "tokenizer.ggml.tokens" in header.metadata:
         values["vocab_size"] = len(header.metadata["tokenizer.ggml.tokens"])
     if values.get("sliding_window") == 0:
@@ -133,7 +164,9 @@ def config_from_gguf(header: GGUFHeader) -> Mapping[str, Any]:
     values["architectures"] = [arch]
     values["model_type"] = FAMILY_OF.get(arch, arch)
     values["tie_word_embeddings"] = "output.weight" not in header.tensors
-    values["rope_scaling"] = _rope_scaling(header, arch)
+    scaling = _rope_scaling(header, arch)
+    if scaling is not None:
+        values["rope_scaling"] = scaling
     pattern = header.metadata.get(f"{arch}.attention.sliding_window_pattern")
     if pattern is not None:
         _set_pattern(values, pattern)
@@ -156,12 +189,22 @@ def _rope_scaling(header: GGUFHeader, arch: str) -> Mapping[str, Any] | None:
     factor = header.metadata.get(f"{arch}.rope.scaling.factor")
     if kind in (None, "none") or not factor:
         return None
-    scaling = {"rope_type": kind, "factor": factor}
     original = header.metadata.get(f"{arch}.rope.scaling.original_context_length")
     if original is None:
         length = header.metadata.get(f"{arch}.context_length")
         original = int(length / factor) if length else None
-    return {**scaling, "original_max_position_embeddings": original}
+    scaling = {
+        "rope_type": kind,
+        "factor": factor,
+        "original_max_position_embeddings": original,
+    }
+    attention_factor = header.metadata.get(f"{arch}.rope.scaling.attn_factor")
+    if attention_factor not in (None, 1.0):
+        scaling["attention_factor"] = attention_factor
+    log_multiplier = header.metadata.get(f"{arch}.rope.scaling.yarn_log_multiplier")
+    if log_multiplier is not None:
+        scaling["yarn_log_multiplier"] = log_multiplier
+    return scaling
 
 
 def _set_pattern(values: dict[str, Any], pattern: Any) -> None:
@@ -189,6 +232,7 @@ def _deepseek(values: dict[str, Any], header: GGUFHeader) -> None:
     values["v_head_dim"] = value_dim
     values.setdefault("q_lora_rank", None)
     values.pop("head_dim", None)
+    values.pop("rotary_dim", None)
     if any(".exp_probs_b" in name for name in header.tensors):
         values["model_type"] = "deepseek_v3"
 

@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any
 
 from kvern.errors import FileFormatError, ModelError, UnsupportedModelError
-from kvern.spec import gguf
 from kvern.spec.configs.dense import DENSE_FAMILIES
 from kvern.spec.configs.family import Family
 from kvern.spec.configs.gguf_keys import config_from_gguf
@@ -21,6 +20,7 @@ from kvern.spec.configs.reader import Config, MissingFieldError
 from kvern.spec.configs.refusals import refuse_uncacheable
 from kvern.spec.configs.rope import max_model_len
 from kvern.spec.configs.weights import expert_spec
+from kvern.spec.gguf import GGUFHeader, is_gguf, read_header
 from kvern.spec.layers import LayerSpec, ModelSpec, ParameterCount
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -68,14 +68,15 @@ DETAIL_FIELDS = (
 """Facts that engines treat differently, handed on as the configuration states them."""
 
 
-def load_model_spec(
-    source: str | os.PathLike[str] | Mapping[str, Any], name: str | None = None
-) -> ModelSpec:
+Source = str | os.PathLike[str] | GGUFHeader | Mapping[str, Any]
+"""A path (config.json, model folder, GGUF file), a header already read, or the configuration."""
+
+
+def load_model_spec(source: Source, name: str | None = None) -> ModelSpec:
     """Describe a model's layers and their caches.
 
     Args:
-        source: a configuration as a mapping, a `config.json` (or any .json file), a Hugging Face
-            folder, or a GGUF file. Catalogue names are resolved by the caller.
+        source: where the configuration lies. Catalogue names are resolved by the caller.
         name: what to call the model; the file's or folder's name where not given.
 
     Raises:
@@ -84,21 +85,40 @@ def load_model_spec(
         UnsupportedModelError: the family or a layer kind is unknown (named, with the known ones),
             or the model's computed positions do not stay as they are (with the reason).
     """
+    return _describe(read_config(source), name or _name_of(source))
+
+
+def read_config(source: Source) -> dict[str, Any]:
+    """The configuration in `config.json` form, wherever it lies.
+
+    GGUF metadata is translated into the same fields; a field that the file lacks is absent.
+
+    Raises:
+        ModelError: the file cannot be read.
+        FileFormatError: the file is damaged.
+    """
     if isinstance(source, Mapping):
-        return _describe(source, name or "the configuration")
+        return dict(source)
+    if isinstance(source, GGUFHeader):
+        return config_from_gguf(source)
     path = Path(source)
     if path.is_dir():
         path = path / "config.json"
-        name = name or path.parent.name
     if not path.is_file():
         raise ModelError(f"{path} does not exist: give a config.json, a folder or a GGUF file")
-    name = name or path.stem
-    if gguf.is_gguf(path):
-        return _describe(config_from_gguf(gguf.read_header(path)), name)
-    return _describe(_read_json(path), name)
+    if is_gguf(path):
+        return config_from_gguf(read_header(path))
+    return _read_json(path)
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
+def _name_of(source: Source) -> str:
+    if isinstance(source, Mapping):
+        return "the configuration"
+    path = source.path if isinstance(source, GGUFHeader) else Path(source)
+    return path.parent.name if path.name == "config.json" else path.stem or str(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_bytes())
     except OSError as error:
