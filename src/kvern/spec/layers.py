@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from kvern.spec.codec import BF16, Codec, Region, parse_kv_format
 from kvern.spec.content import Content, State, StatePart, Stream
-from kvern.spec.reach import Reach
+from kvern.spec.reach import All, Reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +249,12 @@ class ModelSpec:
     def kv_bytes_per_token(self) -> int | float:
         """Bytes that a token adds over all layers while every position is still visible."""
         return sum(layer.bytes_per_token for layer in self.layers)
+
+    @property
+    def kv_growing_bytes_per_token(self) -> int | float:
+        """Bytes that a token adds for good, once windows and chunks have stopped growing."""
+        caches = (cache for layer in self.layers for cache in layer.caches)
+        return sum(cache.bytes_per_token for cache in caches if isinstance(cache.reach, All))
 
     @property
     def kv_fixed_bytes(self) -> int:

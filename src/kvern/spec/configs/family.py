@@ -27,7 +27,7 @@ from kvern.spec.configs.schedule import (
     check_kinds,
     stated_kinds,
 )
-from kvern.spec.configs.weights import Block, Weights, block_weights
+from kvern.spec.configs.weights import Block, Counter, Weights, block_weights
 from kvern.spec.layers import LayerSpec
 
 CacheBuilder = Callable[[Config], Caches]
@@ -47,7 +47,7 @@ class Family:
         schedule: layer kinds where the configuration does not list them.
         caches: what a layer of each kind leaves in the cache; the keys are the known kinds.
         block: the decoder block, for parameter counts; None = they are not counted.
-        weights: counts one layer's parameters; made from `block` where not given.
+        counter: makes the function that counts one layer's parameters from `block`.
         final_norm: vectors of the hidden size in the last norm: 1, 2 with a bias, 0 without weight.
         ties_embeddings: what an absent `tie_word_embeddings` means.
         learned_positions: extra rows of a learned position table, or None without one.
@@ -55,6 +55,7 @@ class Family:
         head_bias: whether the output layer has a bias.
         share: rewrites the layers of a model where some reuse another layer's cache.
         mtp_fields: fields with the number of multi-token-prediction layers.
+        default_mtp_layers: their number where no field states it.
         mtp_kind: the kind of those layers.
         translate: renames this family's own spellings to the usual ones first.
     """
@@ -63,7 +64,7 @@ class Family:
     schedule: Schedule = all_full
     caches: Mapping[str, CacheBuilder] = field(default_factory=lambda: HEADS_BY_KIND)
     block: Block | None = None
-    weights: Weights | None = None
+    counter: Counter = block_weights
     final_norm: int = 1
     ties_embeddings: bool = False
     learned_positions: int | None = None
@@ -76,6 +77,7 @@ class Family:
         "num_mtp_layers",
         "num_mtp_modules",
     )
+    default_mtp_layers: int = 0
     mtp_kind: str = FULL
     translate: Callable[[Config], Config] = field(default=lambda config: config)
 
@@ -100,7 +102,7 @@ class Family:
 
     def mtp_layers(self, config: Config) -> tuple[LayerSpec, ...]:
         """Multi-token-prediction layers behind the decoder's own; their indices follow on."""
-        number = config.integer(*self.mtp_fields, default=0, minimum=0)
+        number = config.integer(*self.mtp_fields, default=self.default_mtp_layers, minimum=0)
         if number == 0 or self.mtp_kind not in self.caches:
             return ()
         caches = self.caches[self.mtp_kind](config)
@@ -110,9 +112,7 @@ class Family:
     @property
     def weight_counter(self) -> Weights | None:
         """Counts one layer's parameters, or None where this family's are not counted."""
-        if self.weights is not None or self.block is None:
-            return self.weights
-        return block_weights(self.block)
+        return None if self.block is None else self.counter(self.block)
 
 
 def defaulting(**values: object) -> Callable[[Config], Config]:

@@ -153,7 +153,9 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
     for field, key in TOKEN_KEY_OF.items():
         if key in header.metadata:
             values[field] = header.metadata[key]
-    if "vocab_size" not in values and "tokenizer.ggml.tokens" in header.metadata:
+    if "token_embd.weight" in header.tensors:
+        values["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
+    elif "vocab_size" not in values and "tokenizer.ggml.tokens" in header.metadata:
         values["vocab_size"] = len(header.metadata["tokenizer.ggml.tokens"])
     if values.get("sliding_window") == 0:
         del values["sliding_window"]

@@ -39,8 +39,8 @@ from kvern.spec.configs.weights import (
     gated_delta_net_weights,
     mamba1_weights,
     mamba2_weights,
-    mixer_weights,
     short_convolution_weights,
+    with_mixer,
 )
 from kvern.spec.content import Heads
 from kvern.spec.layers import KVCacheSpec
@@ -56,12 +56,12 @@ def _qwen_indexed(config: Config) -> Caches:
 
 
 def _kimi_kinds(config: Config) -> Kinds:
-    """Layer numbers under `linear_attn_config` count from 1."""
-    nested = config.table("linear_attn_config")
-    full = nested.integers("full_attn_layers")
-    if full is not None:
-        return tuple(FULL if i + 1 in full else LINEAR for i in range(config.num_layers))
-    return tuple(FULL if i and i % 4 == 0 else LINEAR for i in range(config.num_layers))
+    """Full attention at the listed layers, counted from 1; by default every 4th and the last."""
+    num_layers = config.num_layers
+    full = config.table("linear_attn_config").integers("full_attn_layers")
+    if full is None:
+        full = (*range(4, num_layers + 1, 4), num_layers)
+    return tuple(FULL if i + 1 in full else LINEAR for i in range(num_layers))
 
 
 def _glm5_next_indexed(config: Config) -> Caches:
@@ -146,20 +146,29 @@ QWEN_DENSE = Block("attention_bias", "attention_bias", qk_norm="head", gated_que
 DELTA = {FULL: full_attention, LINEAR: gated_delta_net}
 DELTA_SCHEDULE = full_every(4, LINEAR, "full_attention_interval")
 
+JAMBA_MOE = Moe(("intermediate_size",), every=("expert_layer_period", "expert_layer_offset"))
 GRANITE_MOE = Moe(
     ("intermediate_size",), ("shared_intermediate_size",), shared_width="shared_intermediate_size"
 )
 
 HYBRID_FAMILIES: tuple[Family, ...] = (
     # --------------------------------------------------------------------------- gated delta nets
+    Family(
+        "qwen3_next",
+        DELTA_SCHEDULE,
+        DELTA,
+        block=QWEN_NEXT,
+        counter=with_mixer(gated_delta_net_weights),
+        default_mtp_layers=1,
+    ),
     *variants(
         Family(
-            "qwen3_next",
+            "qwen3_5_moe",
             DELTA_SCHEDULE,
             DELTA,
-            weights=mixer_weights(QWEN_NEXT, gated_delta_net_weights),
+            block=QWEN_NEXT,
+            counter=with_mixer(gated_delta_net_weights),
         ),
-        "qwen3_next",
         "qwen3_5_moe",
         "qwen3_5_moe_text",
     ),
@@ -168,7 +177,8 @@ HYBRID_FAMILIES: tuple[Family, ...] = (
             "qwen3_5",
             DELTA_SCHEDULE,
             DELTA,
-            weights=mixer_weights(QWEN_DENSE, gated_delta_net_weights),
+            block=QWEN_DENSE,
+            counter=with_mixer(gated_delta_net_weights),
         ),
         "qwen3_5",
         "qwen3_5_text",
@@ -214,14 +224,8 @@ HYBRID_FAMILIES: tuple[Family, ...] = (
         "jamba",
         full_at_offset,
         {FULL: full_attention, LINEAR: mamba1},
-        weights=mixer_weights(
-            Block(
-                moe=Moe(
-                    ("intermediate_size",), every=("expert_layer_period", "expert_layer_offset")
-                )
-            ),
-            mamba1_weights,
-        ),
+        block=Block(moe=JAMBA_MOE),
+        counter=with_mixer(mamba1_weights),
     ),
     Family(
         "bamba",
@@ -232,9 +236,8 @@ HYBRID_FAMILIES: tuple[Family, ...] = (
         "granitemoehybrid",
         all_linear,
         {FULL: full_attention, LINEAR: mamba2},
-        weights=mixer_weights(
-            Block("attention_bias", "attention_bias", moe=GRANITE_MOE), mamba2_weights
-        ),
+        block=Block("attention_bias", "attention_bias", moe=GRANITE_MOE),
+        counter=with_mixer(mamba2_weights),
     ),
     Family(
         "nemotron_h",
@@ -248,7 +251,8 @@ HYBRID_FAMILIES: tuple[Family, ...] = (
         "lfm2",
         full_at_indices("full_attn_idxs", CONV),
         {FULL: full_attention, CONV: short_convolution, SLIDING: sliding_attention},
-        weights=mixer_weights(Block(qk_norm="head"), short_convolution_weights, CONV),
+        block=Block(qk_norm="head"),
+        counter=with_mixer(short_convolution_weights, CONV),
         ties_embeddings=True,
     ),
     Family(

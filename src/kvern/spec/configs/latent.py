@@ -119,28 +119,51 @@ def _block(moe: Moe | None) -> Block:
 
 
 LATENT_FAMILIES: tuple[Family, ...] = (
-    Family("deepseek_v2", caches=MLA, weights=latent_weights(_block(DEEPSEEK_V2))),
+    Family(
+        "deepseek_v2",
+        caches=MLA,
+        block=_block(DEEPSEEK_V2),
+        counter=latent_weights,
+    ),
     *variants(
-        Family("deepseek_v3", caches=MLA, weights=latent_weights(_block(DEEPSEEK))),
+        Family(
+            "deepseek_v3",
+            caches=MLA,
+            block=_block(DEEPSEEK),
+            counter=latent_weights,
+        ),
         "deepseek_v3",
         "kimi_k2",
         "kimi_k25",
         "glm4_moe_lite",
     ),
-    Family("mistral4", caches=MLA, weights=latent_weights(_block(DEEPSEEK_V2))),
-    Family("minicpm3", caches=MLA, weights=latent_weights(_block(None)), ties_embeddings=True),
+    Family(
+        "mistral4",
+        caches=MLA,
+        block=_block(DEEPSEEK_V2),
+        counter=latent_weights,
+    ),
+    Family(
+        "minicpm3",
+        caches=MLA,
+        block=_block(None),
+        counter=latent_weights,
+        ties_embeddings=True,
+    ),
     Family(
         "deepseek_v32",
         all_indexed,
         MLA_INDEXED,
-        weights=latent_weights(_block(DEEPSEEK), indexer=True),
+        block=_block(DEEPSEEK),
+        counter=latent_weights,
         mtp_kind=INDEXED,
     ),
     Family(
         "glm_moe_dsa",
         all_indexed,
         MLA_INDEXED,
-        weights=latent_weights(_block(DEEPSEEK), indexer=True),
+        block=_block(DEEPSEEK),
+        counter=latent_weights,
         mtp_kind=INDEXED,
         share=without_shared_index_keys,
     ),

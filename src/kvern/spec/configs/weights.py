@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvern.spec.configs.reader import Config
-from kvern.spec.configs.schedule import LINEAR
+from kvern.spec.configs.schedule import INDEXED, LINEAR
 from kvern.spec.layers import ExpertSpec, LayerParameters
 
 Weights = Callable[[Config, str, int], LayerParameters]
+Counter = Callable[["Block"], Weights]
 Flag = bool | str
 """A constant, or the name of the configuration's boolean field, false where absent."""
 
@@ -101,25 +102,27 @@ def block_weights(block: Block) -> Weights:
     return weights
 
 
-def mixer_weights(block: Block, mixer: Callable[[Config], int], kind: str = LINEAR) -> Weights:
+def with_mixer(mixer: Callable[[Config], int], kind: str = LINEAR) -> Counter:
     """Like `block_weights`, with another token mixer in the layers of one kind."""
-    attention_layers = block_weights(block)
 
-    def weights(config: Config, layer_kind: str, index: int) -> LayerParameters:
-        if layer_kind != kind:
-            return attention_layers(config, layer_kind, index)
-        feed_forward = feed_forward_weights(config, block, index)
-        return replace(feed_forward, attention=mixer(config), norms=norm_weights(config, block))
+    def counter(block: Block) -> Weights:
+        attention_layers = block_weights(block)
 
-    return weights
+        def weights(config: Config, layer_kind: str, index: int) -> LayerParameters:
+            layer = attention_layers(config, layer_kind, index)
+            return replace(layer, attention=mixer(config)) if layer_kind == kind else layer
+
+        return weights
+
+    return counter
 
 
-def latent_weights(block: Block, indexer: bool = False) -> Weights:
-    """Weights of an MLA layer; `indexer` adds the sparse-attention indexer."""
+def latent_weights(block: Block) -> Weights:
+    """Weights of an MLA layer, with the indexer where its kind has one."""
 
     def weights(config: Config, kind: str, index: int) -> LayerParameters:
         attention = mla_weights(config, block)
-        if indexer:
+        if kind == INDEXED:
             attention += indexer_weights(config)
         feed_forward = feed_forward_weights(config, block, index)
         return replace(feed_forward, attention=attention, norms=norm_weights(config, block))
