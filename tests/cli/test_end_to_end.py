@@ -16,7 +16,7 @@ from kvern import catalog
 from kvern.cli.main import main
 
 Captured = pytest.CaptureFixture[str]
-QUESTION = "What is the capital of France?"
+QUESTION = "Explain in one sentence what a key-value cache is."
 
 
 def refused(capsys: Captured, *arguments: str, code: int = 1) -> str:
@@ -35,7 +35,7 @@ def refused(capsys: Captured, *arguments: str, code: int = 1) -> str:
 def test_the_main_job(smollm2_path: Path, capsys: Captured) -> None:
     assert main(["run", QUESTION, "--max-tokens", "24", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert "Paris" in document["text"]
+    assert "data" in document["text"]
     assert document["finish_reason"] in ("stop", "length")
     num_prompt, num_new = len(document["prompt_token_ids"]), len(document["token_ids"])
     assert document["usage"]["prompt_tokens"] == num_prompt
@@ -178,14 +178,14 @@ class TestBadInput:
             (("--weights-format", "fp1"), "fp1"),
             (("--backend", "abacus"), "abacus"),
             (("--kv-memory", "lots"), "lots"),
-            (("--kv-memory", "-5MiB"), "-5MiB"),
+            (("--kv-memory=-5MiB",), "-5MiB"),
             (("--block-size", "0"), "block_size is 0"),
             (("--threads", "0"), "threads is 0"),
             (("--context", "-1"), "max_model_len is -1"),
         ],
     )
     def test_engine_flag_with_a_bad_value(
-        self, flags: tuple[str, str], sentence: str, smollm2_path: Path, capsys: Captured
+        self, flags: tuple[str, ...], sentence: str, smollm2_path: Path, capsys: Captured
     ) -> None:
         code = main(["run", *flags, "Hi"])
         printed = capsys.readouterr()

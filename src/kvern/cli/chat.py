@@ -6,9 +6,9 @@ import argparse
 import contextlib
 import signal
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from kvern.cli.conversation import Conversation
 from kvern.cli.engine_options import (
@@ -16,6 +16,7 @@ from kvern.cli.engine_options import (
     add_sampling_flags,
     load_engine,
     sampling_params,
+    start_stream,
 )
 from kvern.cli.output import print_json
 from kvern.cli.report import kv_document, turn_line, usage_document
@@ -23,7 +24,7 @@ from kvern.errors import InputError, KvernError, ModelError
 
 if TYPE_CHECKING:
     from kvern import LLM, SamplingParams
-    from kvern.engine.outputs import RequestOutput, StreamDelta
+    from kvern.engine.outputs import RequestOutput
 
 HELP = "/reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 PROMPT = "> "
@@ -115,7 +116,7 @@ class ChatSession:
         output: RequestOutput | None = None
         with (
             _deferred_interrupt() as interrupted,
-            contextlib.closing(self._start(prompt_ids)) as deltas,
+            contextlib.closing(start_stream(self._llm, prompt_ids, self._params)) as deltas,
         ):
             for delta in deltas:
                 answer_ids.extend(delta.token_ids)
@@ -133,10 +134,6 @@ class ChatSession:
         text = "".join(pieces)
         self._conversation.keep(question, prompt_ids, answer_ids, text)
         self._remember(question, text, output)
-
-    def _start(self, prompt_ids: list[int]) -> Generator[StreamDelta, None, None]:
-        stream = self._llm.stream(prompt_ids, self._params)
-        return cast("Generator[StreamDelta, None, None]", stream)
 
     def _remember(self, question: str, text: str, output: RequestOutput | None) -> None:
         turn: dict[str, Any] = {"user": question, "text": text, "finish_reason": "abort"}

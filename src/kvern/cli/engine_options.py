@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, cast
 
 from kvern.catalog import DEFAULT_MODEL, StderrProgress, resolve
+from kvern.errors import CapacityError
 
 if TYPE_CHECKING:
     from kvern import LLM, SamplingParams
+    from kvern.engine.outputs import StreamDelta
 
 # flag's name in the parsed arguments -> keyword of LLM; what was not given keeps LLM's default
 _ENGINE_KEYWORDS = {
@@ -23,6 +28,7 @@ _ENGINE_KEYWORDS = {
     "threads": "threads",
     "no_cache": "no_cache",
 }
+DEFAULT_MAX_TOKENS = 512
 _SAMPLING_KEYWORDS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
 
 
@@ -64,7 +70,10 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Adds how tokens are chosen and when to stop."""
     group = parser.add_argument_group("answer")
     group.add_argument(
-        "--max-tokens", type=int, metavar="N", help="new tokens at most (default: as many as fit)"
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help=f"new tokens at most (default: {DEFAULT_MAX_TOKENS}, or as many as fit)",
     )
     group.add_argument(
         "--temperature", type=float, metavar="T", help="0 takes the likeliest token (default: 0)"
@@ -103,6 +112,24 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     from kvern import SamplingParams
 
     return SamplingParams(**_given(args, {name: name for name in _SAMPLING_KEYWORDS}))
+
+
+def start_stream(
+    llm: LLM, request: str | list[int], params: SamplingParams
+) -> Generator[StreamDelta, None, None]:
+    """Submits a request; without a given limit, `DEFAULT_MAX_TOKENS` or as many tokens as fit.
+
+    Raises:
+        InputError: the engine cannot serve it.
+    """
+    stream = None
+    if params.max_tokens is None:
+        limited = dataclasses.replace(params, max_tokens=DEFAULT_MAX_TOKENS)
+        with contextlib.suppress(CapacityError):
+            stream = llm.stream(request, limited)
+    if stream is None:
+        stream = llm.stream(request, params)
+    return cast("Generator[StreamDelta, None, None]", stream)
 
 
 def _given(args: argparse.Namespace, keywords: dict[str, str]) -> dict[str, Any]:

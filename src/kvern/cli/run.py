@@ -12,6 +12,7 @@ from kvern.cli.engine_options import (
     add_sampling_flags,
     load_engine,
     sampling_params,
+    start_stream,
 )
 from kvern.cli.output import print_json
 from kvern.cli.report import completion_document, stats_lines
@@ -99,7 +100,7 @@ def _stream(
     """Generates, writing the text as it comes, and returns the finished request."""
     output = None
     last_char = "\n"
-    for delta in llm.stream(request, params):
+    for delta in start_stream(llm, request, params):
         output = delta.output or output
         if show and delta.text:
             sys.stdout.write(delta.text)

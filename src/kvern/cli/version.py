@@ -14,6 +14,8 @@ import kvern
 from kvern._version import __version__
 from kvern.cli.output import print_json
 
+_NATIVE = "kvern.kernels._native"
+
 REBUILD = (
     "install a C++17 compiler, then in a checkout of kvern: "
     "KVERN_REQUIRE_NATIVE=1 pip install --force-reinstall --no-deps ."
@@ -57,12 +59,14 @@ def _package_folder() -> Path:
 def _native_kernel_path() -> tuple[str | None, str | None]:
     """The instruction sets that the native kernels use here, or None and why there are none."""
     folder = _package_folder() / "kernels"
-    spec = importlib.machinery.PathFinder.find_spec("kvern.kernels._native", [str(folder)])
+    spec = importlib.machinery.PathFinder.find_spec(_NATIVE, [str(folder)])
     if spec is None or spec.loader is None:
         return None, "the native kernels were not built when kvern was installed"
     try:
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = sys.modules.get(_NATIVE)
+        if module is None or module.__file__ != spec.origin:
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
         chosen = os.environ.get("KVERN_KERNEL_PATH", "")  # as the native backend chooses
         return chosen or str(module.available_paths()[0]), None
     except (ImportError, AttributeError) as error:
