@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from kvern.errors import KvernError
 from kvern.plan.devices import load_devices
-from kvern.plan.engines import load_engine
 from kvern.plan.request import PlanRequest
 from kvern.plan.result import Plan
-from kvern.plan.weights import WEIGHT_BITS, Weights, weight_bits, weights_of
+from kvern.plan.weights import WEIGHT_BITS, weight_bits
 from kvern.spec.budget import format_size
 from kvern.spec.content import Heads, Latent
 from kvern.spec.layers import ModelSpec
@@ -98,46 +97,55 @@ def _memory(request: PlanRequest) -> list[str]:
     return found
 
 
-def smallest_change(request: PlanRequest, weights: Weights, lacking: int) -> str:
-    """The smallest change with which the weights and the reserve leave room for KV."""
-    options: list[str] = []
-    utilization = request.utilization
-    total = request.total_memory or 0
-    for tp in (2, 4, 8, 16):
-        if tp > request.tp and _leaves_room(replace(request, dcp=1), tp, total):
-            options.append(f"--tp {tp}")
-            break
-    bits, name = weight_bits(request.weights_format, request.model)
-    for other, other_bits in sorted(WEIGHT_BITS.items(), key=lambda item: -item[1]):
-        if request.weights_bytes is None and other_bits < bits and other != name:
-            saved = max(weights.per_stage) * (1 - other_bits / bits)
-            if saved > lacking:
-                options.append(f"--weights-format {other}")
-                break
-    if utilization is not None and total * 1.0 - total * utilization > lacking:
-        needed = utilization + lacking / total
-        options.append(f"--utilization {min(needed + 0.005, 1.0):.2f}")
-    need = total + lacking
-    larger = sorted(
-        (d.memory_bytes, d.id) for d in load_devices().values()
-        if d.memory_bytes > need * 1.12 and not d.is_cpu
-    )  # fmt: skip
-    if larger:
-        options.append(f"--device {larger[0][1]}")
+def smallest_change(request: PlanRequest, fits: Callable[[PlanRequest], bool]) -> str:
+    """The smallest change with which a request fits: cheapest kind first, one of each kind.
+
+    Args:
+        request: what does not fit.
+        fits: whether a changed request does.
+    """
+    found = [
+        next((flag for flag, changed in changes if fits(changed)), None)
+        for changes in (
+            _utilizations(request),
+            _weight_formats(request),
+            _tensor_degrees(request),
+            _devices(request),
+        )
+    ]
+    options = [flag for flag in found if flag is not None]
     if not options:
-        return f"it takes {format_size(need)} of memory or more ranks"
+        return "it takes more memory, more ranks or narrower weights"
     if len(options) == 1:
         return f"the smallest change that fits is {options[0]}"
-    return f"the smallest change that fits is {options[0]}; {' or '.join(options[1:])} also fits"
+    verb = "also fits" if len(options) == 2 else "also fit"
+    return f"the smallest change that fits is {options[0]}; {' and '.join(options[1:])} {verb}"
 
 
-def _leaves_room(request: PlanRequest, tp: int, total: int) -> bool:
-    try:
-        wider = replace(request, tp=tp)
-        weights = weights_of(wider)
-        engine = load_engine(request.engine)
-        share = request.utilization or engine.default_utilization(wider)
-        reserve = request.reserve if request.reserve is not None else engine.reserve(wider)[0]
-    except KvernError:
-        return False
-    return weights is not None and int(total * share) - max(weights.per_stage) - reserve > 0
+def _utilizations(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    for share in (0.92, 0.95):
+        if request.utilization is None or request.utilization < share:
+            yield f"--utilization {share}", replace(request, utilization=share)
+
+
+def _weight_formats(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    if request.weights_bytes is not None:
+        return
+    bits, _ = weight_bits(request.weights_format, request.model)
+    for name, narrower in sorted(WEIGHT_BITS.items(), key=lambda item: -item[1]):
+        if narrower < bits:
+            yield f"--weights-format {name}", replace(request, weights_format=name)
+
+
+def _tensor_degrees(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    heads = request.model.num_attention_heads
+    for tp in (2, 4, 8, 16):
+        if tp > request.tp and (heads is None or heads % tp == 0):
+            yield f"--tp {tp}", replace(request, tp=tp)
+
+
+def _devices(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    total = request.total_memory or 0
+    larger = [d for d in load_devices().values() if d.memory_bytes > total and not d.is_cpu]
+    for device in sorted(larger, key=lambda d: d.memory_bytes):
+        yield f"--device {device.id}", replace(request, device=device, memory=None)

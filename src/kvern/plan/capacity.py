@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvern.errors import CapacityError, UsageError
+from kvern.errors import CapacityError, KvernError, UsageError
 from kvern.plan.advice import smallest_change, warnings_for
 from kvern.plan.engines import Engine, load_engine
 from kvern.plan.request import PlanRequest
@@ -13,6 +13,9 @@ from kvern.plan.shards import stage_layers
 from kvern.plan.versions import parse_version
 from kvern.plan.weights import Weights, weights_of
 from kvern.spec.budget import format_size
+
+SHORT = 4096
+"""Tokens of the request that a change must make room for when no length is asked."""
 
 
 def plan(request: PlanRequest) -> Plan:
@@ -66,7 +69,7 @@ def _rank_plans(
 
 
 def _budgets(
-    request: PlanRequest, engine: Engine, weights: Weights | None
+    request: PlanRequest, engine: Engine, weights: Weights | None, *, advise: bool = True
 ) -> tuple[tuple[Budget, ...], list[Step], list[str]]:
     """Memory per rank, the steps that led there, and what was assumed."""
     ranks = [(stage, rank) for stage in range(request.pp) for rank in range(request.tp)]
@@ -89,7 +92,8 @@ def _budgets(
             for i, (stage, _) in enumerate(ranks)
         )
         return budgets, [], []
-    return _memory_budgets(request, engine, weights, total, [stage for stage, _ in ranks])
+    stages = [stage for stage, _ in ranks]
+    return _memory_budgets(request, engine, weights, total, stages, advise=advise)
 
 
 def _stage_weights(weights: Weights | None, stage: int) -> int | None:
@@ -102,6 +106,8 @@ def _memory_budgets(
     weights: Weights | None,
     total: int,
     stages: list[int],
+    *,
+    advise: bool,
 ) -> tuple[tuple[Budget, ...], list[Step], list[str]]:
     if weights is None:
         model = request.model
@@ -137,7 +143,7 @@ def _memory_budgets(
     )
     worst = min(budgets, key=lambda b: b.kv_bytes or 0)
     if (worst.kv_bytes or 0) <= 0:
-        raise CapacityError(_too_small(request, weights, worst, share, total))
+        raise CapacityError(_too_small(request, worst, share, total) if advise else "too small")
     device = f"{request.device.name}: " if request.device and request.memory is None else ""
     split = f" over {request.num_ranks} ranks" if request.num_ranks > 1 else ""
     steps = [
@@ -156,14 +162,24 @@ def _memory_budgets(
     return budgets, steps, notes
 
 
-def _too_small(
-    request: PlanRequest, weights: Weights, worst: Budget, share: float, total: int
-) -> str:
-    lacking = -(worst.kv_bytes or 0)
-    change = smallest_change(replace(request), weights, lacking)
+def _too_small(request: PlanRequest, worst: Budget, share: float, total: int) -> str:
+    change = smallest_change(request, _fits)
     return (
         f"{request.model.name} does not fit: a rank needs {format_size(worst.weights_bytes or 0)} "
         f"for weights and {format_size(worst.reserve_bytes)} for activations and runtime, and "
         f"{share:g} of {format_size(total)} is {format_size(int(total * share))}, "
-        f"{format_size(lacking)} too little: {change}"
+        f"{format_size(-(worst.kv_bytes or 0))} too little: {change}"
     )
+
+
+def _fits(request: PlanRequest) -> bool:
+    """Whether one request of the asked length fits, or a short one if no length is asked."""
+    context = request.context or min(request.model.max_model_len or SHORT, SHORT)
+    try:
+        budgets = _budgets(request, load_engine(request.engine), weights_of(request), advise=False)[
+            0
+        ]
+        asked = replace(request, context=context)
+        return load_engine(request.engine).allocate(asked, budgets).fits
+    except KvernError:
+        return False

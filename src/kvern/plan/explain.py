@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvern.plan.result import Plan, Step
 from kvern.plan.roofline import spec_format
 from kvern.spec.budget import format_size, kv_matrix
+from kvern.spec.codec import Codec
 from kvern.spec.content import Heads, Index, Latent, State
 from kvern.spec.layers import KVCacheSpec, ModelSpec
 from kvern.spec.reach import Chunk, Window
@@ -114,8 +115,16 @@ def _kind_step(count: int, cache: KVCacheSpec, context: int) -> Step:
 
 
 def _bits(cache: KVCacheSpec) -> str:
-    key, value = cache.k_codec, cache.v_codec
-    if key == value or not isinstance(cache.content, Heads):
-        extra = " with scales" if key.scale else ""
-        return f"{key.bits / 8:g} B ({key.dtype}{extra})"
-    return f"{key.dtype} keys, {value.dtype} values, scales included"
+    """Stored size of an element: "2 B (bf16)", "3 bit (int2 with scales)"."""
+    names = [_codec(codec, stream.dim) for stream, codec in cache.streams]
+    if len(set(names)) == 1:
+        return names[0]
+    return f"[{names[0]} keys, {names[1]} values]"
+
+
+def _codec(codec: Codec, dim: int) -> str:
+    if codec.scale is None:
+        return f"{codec.bits / 8:g} B ({codec.dtype})"
+    tokens = codec.token_group
+    bits = codec.stored_bytes(tokens, 1, dim) * 8 / (tokens * dim)
+    return f"{bits:.4g} bit ({codec.dtype} with scales)"

@@ -102,7 +102,7 @@ def summary(answer: Plan) -> list[str]:
 def _at_once(answer: Plan) -> str:
     a = answer.allocation
     if answer.engine != "llama.cpp":
-        return f"{a.max_concurrency:,.2f} of that length"
+        return f"{int(a.max_concurrency * 100) / 100:,.2f} of that length"
     slots = answer.request.slots or 1
     if a.extras["streams"] == 1:
         return f"{slots:,}, sharing {a.capacity_tokens:,} tokens"

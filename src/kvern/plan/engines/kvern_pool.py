@@ -218,7 +218,7 @@ def _steps(
         Step(
             "requests at once",
             f"({pool:,} - 1) / {per_request:,}",
-            f"{(pool - 1) / per_request:.2f}",
+            f"{(pool - 1) * 100 // per_request / 100:,.2f}",
         )
     )
     steps.append(Step("capacity", "usable blocks as tokens", f"{capacity:,} tokens"))

@@ -1,0 +1,126 @@
+"""Models that the planner's tests build from a few fields, so that they need no other file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvern.spec.configs import load_model_spec
+from kvern.spec.layers import ModelSpec
+
+
+def llama(name: str = "model", **fields: Any) -> ModelSpec:
+    """A Llama-shaped model; give num_hidden_layers, num_attention_heads and so on."""
+    values = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "torch_dtype": "bfloat16",
+    }
+    return load_model_spec({**values, **fields}, name)
+
+
+def llama_70b() -> ModelSpec:
+    return llama(
+        "llama-70b",
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+    )
+
+
+def llama_7b() -> ModelSpec:
+    return llama("llama-7b", num_key_value_heads=32, intermediate_size=11008, vocab_size=32000)
+
+
+def deepseek_v3(**fields: Any) -> ModelSpec:
+    values = {
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_hidden_layers": 61,
+        "hidden_size": 7168,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "q_lora_rank": 1536,
+        "vocab_size": 129280,
+        "max_position_embeddings": 163840,
+        "torch_dtype": "bfloat16",
+    }
+    return load_model_spec({**values, **fields}, "deepseek-v3")
+
+
+def gemma_4_26b() -> ModelSpec:
+    """25 window layers of 8 × 256 and 5 full ones of 2 × 512."""
+    kinds = [*["sliding_attention"] * 5, "full_attention"] * 5
+    values = {
+        "model_type": "gemma4",
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "num_hidden_layers": 30,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "num_global_key_value_heads": 2,
+        "global_head_dim": 512,
+        "sliding_window": 1024,
+        "layer_types": kinds,
+        "num_kv_shared_layers": 0,
+        "max_position_embeddings": 262144,
+        "torch_dtype": "bfloat16",
+    }
+    return load_model_spec(values, "gemma-4-26b")
+
+
+def gemma_3_270m() -> ModelSpec:
+    kinds = [*["sliding_attention"] * 5, "full_attention"] * 3
+    values = {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "num_hidden_layers": 18,
+        "hidden_size": 640,
+        "intermediate_size": 2048,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "layer_types": kinds,
+        "max_position_embeddings": 32768,
+        "vocab_size": 262144,
+        "torch_dtype": "bfloat16",
+    }
+    return load_model_spec(values, "gemma-3-270m")
+
+
+def qwen_hybrid_27b() -> ModelSpec:
+    """48 gated delta layers and 16 full ones."""
+    kinds = [*["linear_attention"] * 3, "full_attention"] * 16
+    values = {
+        "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "num_hidden_layers": 64,
+        "hidden_size": 5120,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "layer_types": kinds,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "torch_dtype": "bfloat16",
+        "mtp_num_hidden_layers": 1,
+    }
+    return load_model_spec(values, "qwen-27b")
