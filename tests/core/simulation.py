@@ -297,7 +297,15 @@ class Simulation:
             if not self.scheduler.has_work:
                 return self
             self.step()
-        raise AssertionError(f"not finished after {max_steps} steps")
+        state = self.scheduler.state
+        lines = [
+            f"{seq.request.request_id}/{seq.seq_id} {seq.book.rank} running={seq.book.is_running} "
+            f"{seq.num_computed_tokens}/{seq.num_tokens} {seq.book.waits_for} "
+            f"delivered={seq.book.beam_delivered} preempted={seq.book.num_preemptions} "
+            f"held={[table.blocks.tolist() for table in seq.tables]}"
+            for seq in (*state.running, *state.waiting)
+        ]
+        raise AssertionError("\n".join((f"not finished after {max_steps} steps", *lines)))
 
     def ask(self, name, prompt, max_tokens=4, **fields):
         """Run one request to its end and check its answer."""

@@ -151,7 +151,7 @@ class Traffic(RuleBasedStateMachine):
         if not hasattr(self, "sim"):
             return
         sim = self.sim
-        sim.run(3_000)
+        sim.run(20_000)
         for name, request in self.requests.items():
             assert name in sim.finished
             self.check_answer(name, request)
