@@ -22,7 +22,7 @@ TEXTS: tuple[str, ...] = (
     "The year 1984, 3.14159, 1,234,567.89 and 12345678901234567890",
     "0 00 000 0000 00000 abc123def4567",
     "def f(x):\n\tif x > 0:\n\t\treturn x ** 2  # ok\n\n\n    return {'a': [1, 2]}",
-    "for (int i = 0; i < 10; ++i) { printf(\"%d\\n\", a[i]); } // `code`",
+    'for (int i = 0; i < 10; ++i) { printf("%d\\n", a[i]); } // `code`',
     "https://example.org/a/b?c=d&e=f#g user@host.com C:\\path\\file.txt",
     "MixedCase camelCase SCREAMING_SNAKE snake_case HTTPServer iPhone ÀÉÎõü ÇaVa",
     "你好，世界！今天天气很好。东京タワー 日本語のテキスト 한국어 텍스트",
