@@ -77,7 +77,7 @@ def test_conversation_finds_its_past(smollm2_path: Path) -> None:
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     past = first["usage"]["prompt_tokens"] + first["usage"]["completion_tokens"] - 1
     cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert cached == past // 16 * 16  # every full block of the past
+    assert past // 16 * 16 <= cached <= past  # every full block of the past at least
 
 
 @pytest.mark.usefixtures("require_native")

@@ -67,6 +67,7 @@ def _native_kernel_path() -> tuple[str | None, str | None]:
         if module is None or module.__file__ != spec.origin:
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
+            sys.modules[_NATIVE] = module
         chosen = os.environ.get("KVERN_KERNEL_PATH", "")  # as the native backend chooses
         return chosen or str(module.available_paths()[0]), None
     except (ImportError, AttributeError) as error:
