@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvern.plan.result import Plan, Step
 from kvern.plan.roofline import spec_format
@@ -13,6 +13,7 @@ from kvern.spec.layers import KVCacheSpec, ModelSpec
 from kvern.spec.reach import Chunk, Window
 
 BATCHES = (1, 4, 16, 64)
+PLAIN = ("fp32", "fp16", "bf16", "fp8")
 LENGTHS = (1024, 4096, 16384, 32768, 131072)
 
 
@@ -35,13 +36,23 @@ def matrix_for(model: ModelSpec, context: int, batch: int | None = None) -> Matr
 
 def explained(answer: Plan) -> tuple[Step, ...]:
     """All steps: what a token costs in the model, then how the engine turns memory into pool."""
-    model = formatted_model(answer)
-    return (*token_steps(model, answer.context), *answer.explanation)
+    steps = token_steps(formatted_model(answer), answer.context)
+    if answer.engine != "kvern":
+        # the engine's own steps follow with its own packing
+        first = replace(steps[0], title=f"{steps[0].title} (in {shown_format(answer)})")
+        steps = (first, *steps[1:])
+    return (*steps, *answer.explanation)
+
+
+def shown_format(answer: Plan) -> str:
+    """The format in which tokens are explained: the asked one, or bf16 where an engine packs."""
+    name = spec_format(answer.request)
+    return name if answer.engine == "kvern" or name in PLAIN else "bf16"
 
 
 def formatted_model(answer: Plan) -> ModelSpec:
-    """The model with its caches in the asked format (or kvern's nearest to it)."""
-    return answer.request.model.with_kv_format(spec_format(answer.request))
+    """The model with its caches in `shown_format`."""
+    return answer.request.model.with_kv_format(shown_format(answer))
 
 
 def token_steps(model: ModelSpec, context: int) -> tuple[Step, ...]:

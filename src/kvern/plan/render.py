@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from textwrap import wrap
 
-from kvern.plan.explain import Matrix, explained, formatted_model, matrix_for
+from kvern.plan.explain import Matrix, explained, formatted_model, matrix_for, shown_format
 from kvern.plan.lengths import Concurrency, Lengths, Utilisation
 from kvern.plan.need import Option
 from kvern.plan.prefixes import PrefixPlan
@@ -89,7 +89,10 @@ def summary(answer: Plan) -> list[str]:
         ]
     )  # fmt: skip
     lines += ["", "Memory of each rank", *rank_table(answer)]
-    lines += ["", "Pools of one rank", *pool_table(answer)]
+    scope = "all ranks together" if is_llama else "one rank"
+    if answer.request.pp > 1 and not is_llama:
+        scope = f"rank {answer.tightest_rank}"
+    lines += ["", f"Pools of {scope}", *pool_table(answer)]
     if len(a.groups) > 1 and not is_llama:
         lines += [
             "",
@@ -111,11 +114,15 @@ def _at_once(answer: Plan) -> str:
 
 def rank_table(answer: Plan) -> list[str]:
     """One row per rank; equal ranks of a stage are one row."""
-    rows = [("rank", "layers", "weights", "reserve", "KV budget", "blocks", "unused", "")]
+    rows: list[tuple[str, ...]] = [
+        ("rank", "layers", "weights", "reserve", "KV budget", "blocks", "unused", "")
+    ]
     seen: dict[tuple[object, ...], list[int]] = {}
     for rank in answer.per_rank:
         key = (rank.stage, rank.weights_bytes, rank.kv_budget_bytes, rank.num_blocks)
         seen.setdefault(key, []).append(rank.rank)
+    if len(seen) == 1:
+        rows = [rows[0][:-1]]
     for numbers in seen.values():
         rank = answer.per_rank[numbers[0]]
         name = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
@@ -128,8 +135,8 @@ def rank_table(answer: Plan) -> list[str]:
                 format_size(rank.kv_budget_bytes),
                 f"{rank.num_blocks:,}",
                 format_size(max(rank.unused_bytes, 0)),
-                "tightest" if answer.tightest_rank in numbers and len(seen) > 1 else "",
-            )
+                "tightest" if answer.tightest_rank in numbers else "",
+            )[: len(rows[0])]
         )
     return table(rows)
 
@@ -197,7 +204,11 @@ def explanation(answer: Plan, batch: int | None = None) -> list[str]:
     """The derivation and the KV matrix, with a column for `batch`."""
     lines = ["", "How the numbers come about", *step_lines(explained(answer))]
     model = formatted_model(answer)
-    lines += ["", "KV bytes by length and batch (whole model, one copy, no block rounding)"]
+    name = shown_format(answer)
+    lines += [
+        "",
+        f"KV bytes by length and batch (whole model, one copy, {name}, no block rounding)",
+    ]
     return lines + matrix_lines(matrix_for(model, answer.context, batch))
 
 

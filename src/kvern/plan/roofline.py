@@ -14,6 +14,7 @@ from kvern.plan.devices import Device
 from kvern.plan.request import PlanRequest
 from kvern.plan.shards import rank_model
 from kvern.plan.weights import total_parameters, weight_bits
+from kvern.spec.codec import KV_FORMATS
 from kvern.spec.content import Heads, Latent
 from kvern.spec.layers import ModelSpec
 
@@ -174,9 +175,13 @@ def spec_format(request: PlanRequest) -> str:
     from_engines = {
         "auto": "bf16", "f16": "fp16", "f32": "fp32", "float16": "fp16", "bfloat16": "bf16",
         "fp8_e4m3": "fp8", "fp8_e5m2": "fp8", "fp8_ds_mla": "fp8", "q8_0": "int8", "q4_0": "int4",
+        "float": "fp32", "half": "fp16",
     }  # fmt: skip
-    name = request.kv_format or "auto"
-    return from_engines.get(name, name)
+    name = (request.kv_format or "auto").lower()
+    known = from_engines.get(name, name)
+    if request.engine.lower() == "kvern" or known in KV_FORMATS:
+        return known
+    return "int4" if "4" in known or "3" in known else "bf16"
 
 
 def read_weight_bytes(model: ModelSpec, batch: int, weight_bytes: int) -> int:

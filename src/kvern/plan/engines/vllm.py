@@ -93,6 +93,7 @@ def allocate(request: PlanRequest, budgets: tuple[Budget, ...]) -> Allocation:
         for b, size in zip(budgets, block_bytes, strict=True)
     )
     pool = min(num_blocks)
+    tightest = num_blocks.index(pool)
     per_request = run.blocks_per_request(run.context)
     concurrency = pool / per_request
     if run.rules.is_v0:
@@ -110,10 +111,10 @@ def allocate(request: PlanRequest, budgets: tuple[Budget, ...]) -> Allocation:
         longest_context=longest,
         bytes_for_context=max(needed),
         fits=all(n <= a for n, a in zip(needed, available, strict=True)),
-        pools=_pools(run, pool),
+        pools=_pools(run, pool, run.stages[budgets[tightest].stage]),
         groups=_groups(run),
         blocks_per_request=per_request,
-        steps=_steps(run, pool, block_bytes[num_blocks.index(pool)], capacity, budgets),
+        steps=_steps(run, pool, block_bytes[tightest], capacity, budgets[tightest]),
         used_bytes=tuple(pool * size for size in block_bytes),
         usable_blocks=max(pool - (not run.rules.is_v0), 0),
         blocks_of=run.blocks_per_request,
@@ -150,10 +151,11 @@ def _longest(run: _Run, budgets: tuple[Budget, ...], available: tuple[int, ...])
     return largest_fitting(fits, upper)
 
 
-def _pools(run: _Run, pool: int) -> tuple[Pool, ...]:
-    """One shared pool; its bytes by what the groups' first layers would store."""
+def _pools(run: _Run, pool: int, stage: frozenset[int]) -> tuple[Pool, ...]:
+    """The pool of a rank of `stage`; groups that share one have no bytes of their own."""
+    own = [layer for layer in run.layers if layer.layer in stage]
     k_bytes = v_bytes = state_bytes = 0
-    for layer in run.layers:
+    for layer in own:
         share = layer.content_bytes * pool
         if layer.kind == "state":
             state_bytes += share
@@ -165,10 +167,10 @@ def _pools(run: _Run, pool: int) -> tuple[Pool, ...]:
             k_bytes, v_bytes = k_bytes + key_part, v_bytes + share - key_part
     if len(run.layout.groups) == 1:
         cells = pool * run.layout.min_block_size
-        return (Pool("kv", len(run.layers), cells, k_bytes, v_bytes, state_bytes),)
-    total = pool * run.layout.block_bytes()
+        return (Pool("kv", len(own), cells, k_bytes, v_bytes, state_bytes),)
+    total = pool * run.layout.block_bytes(stage)
     cells = pool // len(run.layout.groups) * run.layout.min_block_size
-    return (Pool("shared", len(run.layers), cells, k_bytes=total),)
+    return (Pool("shared", len(own), cells, k_bytes=total),)
 
 
 def _groups(run: _Run) -> tuple[Group, ...]:
@@ -194,15 +196,13 @@ def _groups(run: _Run) -> tuple[Group, ...]:
 
 
 def _steps(
-    run: _Run, pool: int, block_bytes: int, capacity: int, budgets: tuple[Budget, ...]
+    run: _Run, pool: int, block_bytes: int, capacity: int, budget: Budget
 ) -> tuple[Step, ...]:
     layout, context = run.layout, run.context
-    steps = [_block_bytes_step(layout, block_bytes)]
-    budget = min((b.kv_bytes for b in budgets if b.kv_bytes is not None), default=None)
-    if run.request.num_blocks is None and budget is not None:
-        steps.append(
-            Step("blocks", f"{budget:,} B available // {block_bytes:,} B per block", f"{pool:,}")
-        )
+    steps = [_block_bytes_step(layout, block_bytes, run.stages[budget.stage])]
+    if run.request.num_blocks is None and budget.kv_bytes is not None:
+        formula = f"{budget.kv_bytes:,} B available // {block_bytes:,} B per block"
+        steps.append(Step("blocks", formula, f"{pool:,}"))
     terms = [_group_term(g, run, context) for g in _merged(run)]
     if layout.extra_blocks:
         terms.append(f"{layout.extra_blocks} for the keys not pooled yet")
@@ -224,12 +224,14 @@ def _steps(
     return tuple(steps)
 
 
-def _block_bytes_step(layout: Layout, block_bytes: int) -> Step:
+def _block_bytes_step(layout: Layout, block_bytes: int, stage: frozenset[int]) -> Step:
     if layout.kind == "packed":
         return Step("bytes per block", layout.notes[0], f"{block_bytes:,} B")
-    widest = max(layout.groups, key=lambda g: sum(layer.page_bytes for layer in g.layers))
+    widest = max(
+        layout.groups, key=lambda g: sum(x.page_bytes for x in g.layers if x.layer in stage)
+    )
     pages: dict[int, int] = {}
-    for layer in widest.layers:
+    for layer in (x for x in widest.layers if x.layer in stage):
         pages[layer.page_bytes] = pages.get(layer.page_bytes, 0) + 1
     formula = " + ".join(f"{count} layers × {size:,} B" for size, count in pages.items())
     return Step("bytes per block (the widest group's pages)", formula, f"{block_bytes:,} B")
