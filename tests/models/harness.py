@@ -16,15 +16,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvern.kernels.native import NativeBackend
 from kvern.kernels.protocol import AttendBatch, Backend, PagedStream
-from kvern.models.config import LayerConfig
+from kvern.kernels.reference import ReferenceBackend
+from kvern.models.config import DeltaNetConfig, LayerConfig, MambaConfig, ShortConvConfig
 from kvern.models.decoder import Decoder, LayerCache
 from kvern.models.families import family_of
 from kvern.models.weights import open_weights
 from kvern.models.workspace import Workspace
+from kvern.spec.content import StatePart
+from kvern.spec.pages import StateOffset
 
 TOLERANCE = 2e-4
 BLOCK_SIZE = 4
+PAGE_BYTES = 1000
+"""Of state entries: no multiple of anything."""
 CONFIGS = Path(__file__).parents[3] / "shared" / "data" / "model_configs"
 
 Schedule = list[list[tuple[int, int]]]
@@ -106,7 +112,7 @@ def save_model(
 def randomize(torch: Any, name: str, tensor: Any) -> None:
     """Weights that a constant start value would leave without effect: norms, biases, sinks, routers."""
     last = name.rsplit(".", 1)[-1]
-    if "norm" in name or "ln_" in name:
+    if "norm" in name or "ln_" in name or last in ("D", "dt_bias"):
         tensor.add_(torch.randn_like(tensor), alpha=0.3)
     elif last in ("bias", "sinks", "e_score_correction_bias") or last.endswith("_bias"):
         torch.nn.init.normal_(tensor, std=0.3)
@@ -126,6 +132,29 @@ def their_logits(model: Any, ids: np.ndarray) -> np.ndarray:
         )
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A saved model and transformers' answers to it."""
+
+    folder: Path
+    model: Any
+
+    @classmethod
+    def of(cls, folder: Path, case: Case, fields: dict[str, Any] | None = None) -> Saved:
+        return cls(folder, save_model(folder, case, fields))
+
+    def logits(self, ids: np.ndarray) -> np.ndarray:
+        return their_logits(self.model, ids)
+
+
+def backend_of(name: str, request: pytest.FixtureRequest) -> Backend:
+    """A backend; without the extension a native test is skipped, or fails where it must be there."""
+    if name == "native":
+        request.getfixturevalue("require_native")
+        return NativeBackend(2)
+    return ReferenceBackend()
+
+
 def decoder_of(folder: Path, backend: Backend, weights_format: str = "fp32") -> Decoder:
     """The folder's decoder."""
     config = json.loads((folder / "config.json").read_text())
@@ -138,6 +167,8 @@ class Pool:
 
     def __init__(self, decoder: Decoder, lengths: Sequence[int], dtype: str = "fp32") -> None:
         self.layers = decoder.config.layers
+        self.hidden_size = decoder.config.hidden_size
+        self.num_state_pages = 0
         widths = [-(-length // BLOCK_SIZE) for length in lengths]
         ids = np.random.default_rng(0).permutation(np.arange(1, 1 + sum(widths))).astype(np.int32)
         self.tables = np.split(ids, np.cumsum(widths)[:-1])
@@ -145,6 +176,10 @@ class Pool:
 
     def _layer_cache(self, layer: LayerConfig, num_blocks: int, dtype: str) -> LayerCache:
         size = 4 if dtype == "fp32" else 2
+        if layer.state is not None:
+            return self._state_cache(layer, dtype)
+        if not layer.has_mixer:
+            return LayerCache.none()
 
         def stream(heads: int, dim: int) -> PagedStream:
             pages = np.full((num_blocks, heads * BLOCK_SIZE * dim * size), 0xFF, np.uint8)  # NaN
@@ -154,6 +189,25 @@ class Pool:
             return LayerCache(stream(1, layer.latent.latent_dim + layer.latent.rope_dim), None, 0)
         heads = layer.num_kv_heads
         return LayerCache(stream(heads, layer.key_dim), stream(heads, layer.value_dim), 0)
+
+    def _state_cache(self, layer: LayerConfig, dtype: str) -> LayerCache:
+        """States in small pages, so that a part crosses their borders; zeros before the first token."""
+        parts, offset = [], 0
+        for name, shape in state_shapes(layer, self.hidden_size):
+            part = StatePart(name, shape, dtype)
+            parts.append(StateOffset(0, part, offset, part.num_bytes))
+            offset += part.num_bytes
+        num_pages = -(-offset // PAGE_BYTES)
+        self.num_state_pages = max(self.num_state_pages, num_pages)
+        pages = np.zeros((1 + len(self.tables) * num_pages, PAGE_BYTES), np.uint8)
+        return LayerCache.of_state(1, pages, tuple(parts))
+
+    def state_batch(self, rows: Sequence[tuple[int, int, int]]) -> AttendBatch:
+        """The same step for layers with a state: a sequence's entry instead of its blocks."""
+        batch, count = self.batch(rows), self.num_state_pages
+        entries = [1 + np.arange(count) * len(self.tables) + seq for seq, _, _ in rows]
+        batch.block_tables = np.array(entries, np.int32).reshape(len(rows), count)
+        return batch
 
     def batch(self, rows: Sequence[tuple[int, int, int]]) -> AttendBatch:
         """For (sequence, first position, length) of each part."""
@@ -185,6 +239,19 @@ class Pool:
                     stream.pages[self.tables[seq][: end // BLOCK_SIZE]] = 0xFF
 
 
+def state_shapes(layer: LayerConfig, hidden_size: int) -> list[tuple[str, tuple[int, ...]]]:
+    """What `kvern.spec` says a layer's state consists of."""
+    state = layer.state
+    if isinstance(state, DeltaNetConfig):
+        matrix = state.num_value_heads, state.key_dim, state.value_dim
+    elif isinstance(state, MambaConfig):
+        matrix = state.num_heads, state.head_dim, state.state_dim
+    else:
+        assert isinstance(state, ShortConvConfig)
+        return [("conv", (hidden_size, state.kernel - 1))]
+    return [("conv", (state.num_channels, state.kernel - 1)), ("ssm", matrix)]
+
+
 def run(decoder: Decoder, sequences: Sequence[np.ndarray], schedule: Schedule) -> list[np.ndarray]:
     """Logits of every position of every sequence, computed step by step over one paged cache."""
     pool = Pool(decoder, [len(ids) for ids in sequences])
@@ -195,7 +262,9 @@ def run(decoder: Decoder, sequences: Sequence[np.ndarray], schedule: Schedule) -
     for step in schedule:
         parts = [(seq, done[seq], n) for seq, n in step]
         tokens = np.concatenate([sequences[seq][start : start + n] for seq, start, n in parts])
-        hidden, _ = decoder.forward(tokens, [pool.batch(parts)], pool.cache, workspace)
+        hidden, _ = decoder.forward(
+            tokens, [pool.batch(parts), pool.state_batch(parts)], pool.cache, workspace
+        )
         logits = np.empty((len(tokens), decoder.config.vocab_size), np.float32)
         decoder.logits(hidden, logits)
         first = 0

@@ -4,20 +4,13 @@ and of a real configuration with its layers and widths cut.
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
-from tests.models.harness import (
-    Case,
-    check_exactness,
-    decoder_of,
-    real_fields,
-    save_model,
-    their_logits,
-)
+from tests.models.harness import Case, Saved, backend_of, check_exactness, decoder_of, real_fields
 
-from kvern.kernels.reference import ReferenceBackend
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -42,6 +35,21 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 12,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 12,
+    "mamba_n_groups": 2,
+    "mamba_d_conv": 4,
+    "shared_intermediate_size": 56,
+}
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -291,17 +299,89 @@ CASES = [
         {**LATENT, "dim_model_base": 32},
         "openbmb--MiniCPM3-4B.json",
     ),
+    Case(
+        "granitemoe",
+        "GraniteMoeForCausalLM",
+        small(
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            attention_multiplier=0.2,
+            residual_multiplier=0.3,
+            logits_scaling=4.0,
+        ),
+    ),
+    Case(
+        "granite-4-h",
+        "GraniteMoeHybridForCausalLM",
+        small(**MAMBA, num_local_experts=0, layer_types=["mamba", "attention"]),
+        "ibm-granite--granite-4.0-h-micro.json",
+        drop=("head_dim",),
+    ),
+    Case(
+        "granite-4-h-moe",
+        "GraniteMoeHybridForCausalLM",
+        small(
+            **MAMBA,
+            mamba_proj_bias=True,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            layer_types=["mamba", "attention"],
+            position_embedding_type="rope",
+        ),
+    ),
+    Case(
+        "qwen3-next",
+        "Qwen3NextForCausalLM",
+        small(
+            head_dim=16, num_hidden_layers=4, **EXPERTS, shared_expert_intermediate_size=48, **DELTA
+        ),
+        "Qwen--Qwen3-Next-80B-A3B-Instruct.json",
+    ),
+    Case(
+        "lfm2",
+        "Lfm2ForCausalLM",
+        small(
+            layer_types=["conv", "full_attention"],
+            conv_L_cache=4,
+            conv_bias=True,
+            block_multiple_of=16,
+        ),
+        "LiquidAI--LFM2.5-1.2B-Instruct.json",
+        drop=("head_dim",),
+    ),
 ]
 IDS = [case.family for case in CASES]
 
 
-@pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_logits_agree_with_transformers(tmp_path: Path, case: Case) -> None:
-    model = save_model(tmp_path, case)
-    check_exactness(decoder_of(tmp_path, ReferenceBackend()), lambda ids: their_logits(model, ids))
+BACKENDS = ["reference", "native"]
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case, bool], Saved]:
+    """Saves each model once for all backends."""
+
+    @cache
+    def save(index: int, is_real: bool) -> Saved:
+        case = CASES[index]
+        fields = real_fields(case) if is_real else None
+        return Saved.of(tmp_path_factory.mktemp("model"), case, fields)
+
+    return lambda case, is_real: save(CASES.index(case), is_real)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_real_configurations_agree_with_transformers(tmp_path: Path, case: Case) -> None:
-    model = save_model(tmp_path, case, real_fields(case))
-    check_exactness(decoder_of(tmp_path, ReferenceBackend()), lambda ids: their_logits(model, ids))
+def test_logits_agree_with_transformers(
+    saved: Callable[[Case, bool], Saved], case: Case, backend: str, request: pytest.FixtureRequest
+) -> None:
+    model = saved(case, False)
+    check_exactness(decoder_of(model.folder, backend_of(backend, request)), model.logits)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_real_configurations_agree_with_transformers(
+    saved: Callable[[Case, bool], Saved], case: Case, backend: str, request: pytest.FixtureRequest
+) -> None:
+    model = saved(case, True)
+    check_exactness(decoder_of(model.folder, backend_of(backend, request)), model.logits)

@@ -11,7 +11,9 @@ from kvern.kernels.protocol import AttendBatch, AttendParams, Backend, PagedStre
 from kvern.models.config import LayerConfig
 from kvern.models.rope import RopeTable
 from kvern.models.rowwise import sigmoid
+from kvern.models.states import LayerState
 from kvern.models.workspace import LayerBuffers
+from kvern.spec.pages import StateOffset
 
 F32 = npt.NDArray[np.float32]
 
@@ -20,17 +22,34 @@ F32 = npt.NDArray[np.float32]
 class LayerCache:
     """Where one layer's keys and values lie, and which of the step's batches (KV groups) it reads.
 
-    A layer of latent attention has its one stream in `keys`, and no `values`.
+    A layer of latent attention has its one stream in `keys`, and no `values`. A layer with a recurrent
+    state has that instead, and one without attention has nothing.
     """
 
-    keys: PagedStream
+    keys: PagedStream | None
     values: PagedStream | None
     group: int
+    state: LayerState | None = None
 
     @classmethod
     def of(cls, group: int, streams: tuple[PagedStream, ...]) -> LayerCache:
         """From a layer's streams in page order: (keys, values) or (latent,)."""
         return cls(streams[0], streams[1] if len(streams) > 1 else None, group)
+
+    @classmethod
+    def of_state(
+        cls, group: int, pages: npt.NDArray[np.uint8], parts: tuple[StateOffset, ...]
+    ) -> LayerCache:
+        """From the slab and the layer's `kvern.spec.pages.state_offsets`.
+
+        The group's batch has the pages of each sequence's entry as its block table.
+        """
+        return cls(None, None, group, LayerState(pages, parts))
+
+    @classmethod
+    def none(cls) -> LayerCache:
+        """For a layer that leaves nothing behind."""
+        return cls(None, None, 0)
 
 
 @dataclass(slots=True)
@@ -94,11 +113,11 @@ class HeadsAttention:
             q, k = self._normed(backend, q, k, views)
         if layer.query_temperature is not None:
             q *= _temperatures(batch.positions, *layer.query_temperature)
-        values = cache.values
-        assert values is not None
-        backend.append(k, cache.keys, batch.slot_mapping)
+        keys, values = cache.keys, cache.values
+        assert keys is not None and values is not None
+        backend.append(k, keys, batch.slot_mapping)
         backend.append(views.v, values, batch.slot_mapping)
-        products = backend.attend(q, cache.keys, values, batch, self.params, views.attended)
+        products = backend.attend(q, keys, values, batch, self.params, views.attended)
         if layer.has_gate:
             views.attended_rows[...] *= sigmoid(views.extra["gate"])
         backend.matmul(views.attended_rows, weights.output, out)

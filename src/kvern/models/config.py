@@ -57,6 +57,57 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaNetConfig:
+    """A gated delta net (Yang et al. 2024, arXiv:2412.06464) with a short convolution over q, k and v."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def num_channels(self) -> int:
+        """Columns of the convolution: q, k and v."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class MambaConfig:
+    """Mamba-2 (Dao and Gu 2024, arXiv:2405.21060).
+
+    Attributes:
+        num_groups: B and C are shared by ``num_heads / num_groups`` heads each.
+        num_norm_groups: the norm on the result runs over this many equal parts.
+        step_limits: bounds of the step.
+        has_bias: both projections are affine; `has_conv_bias` likewise the convolution.
+    """
+
+    num_heads: int
+    head_dim: int
+    state_dim: int
+    num_groups: int
+    kernel: int
+    num_norm_groups: int = 1
+    step_limits: tuple[float, float] = (0.0, float("inf"))
+    has_bias: bool = False
+    has_conv_bias: bool = True
+
+    @property
+    def num_channels(self) -> int:
+        """Columns of the convolution: x, B and C."""
+        return self.num_heads * self.head_dim + 2 * self.num_groups * self.state_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvConfig:
+    """LFM2's gated short convolution."""
+
+    kernel: int
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """A feed-forward layer of routed experts.
 
@@ -122,17 +173,19 @@ class LayerConfig:
             (Qwen3-Next).
         is_gated: the feed-forward part is ``act(gate) * up`` rather than ``act(up)``.
         latent: set for multi-head latent attention.
+        state: set for a token mixer with a recurrent state instead of attention; heads and dims are then 0.
         experts: set for a layer of experts.
+        has_mixer: the layer has a token mixer at all, and `has_feed_forward` likewise.
     """
 
-    num_heads: int
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    scale: float
-    intermediate_size: int
-    activation: str
-    rope: RopeConfig | None
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    key_dim: int = 1
+    value_dim: int = 1
+    scale: float = 1.0
+    intermediate_size: int = 0
+    activation: str = "silu"
+    rope: RopeConfig | None = None
     window: int | None = None
     chunk: int | None = None
     softcap: float | None = None
@@ -142,7 +195,10 @@ class LayerConfig:
     has_gate: bool = False
     is_gated: bool = True
     latent: LatentConfig | None = None
+    state: DeltaNetConfig | MambaConfig | ShortConvConfig | None = None
     experts: ExpertsConfig | None = None
+    has_mixer: bool = True
+    has_feed_forward: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvern.kernels.protocol import AttendBatch, Backend
-from kvern.models.attention import HeadsAttention, LayerCache
+from kvern.models.attention import LayerCache
 from kvern.models.config import DecoderConfig, Family
 from kvern.models.feed_forward import Dense, Experts
-from kvern.models.latent import LatentAttention
+from kvern.models.load_feed_forward import feed_forward_of
+from kvern.models.load_mixer import Mixer, mixer_of
 from kvern.models.loader import Loader
 from kvern.models.rowwise import Norm
 from kvern.models.weights import WeightSource
@@ -40,13 +41,13 @@ LayerTrace = Callable[[int, F32], None]
 
 @dataclass(slots=True)
 class DecoderLayer:
-    """One layer's parts; a norm that is None does not exist in the family."""
+    """One layer's parts; what is None does not exist in the family, or in this layer."""
 
     attention_norm: Norm | None
-    attention: HeadsAttention | LatentAttention
+    mixer: Mixer | None
     post_attention_norm: Norm | None
     mlp_norm: Norm | None
-    feed_forward: Dense | Experts
+    feed_forward: Dense | Experts | None
     post_mlp_norm: Norm | None
 
 
@@ -76,13 +77,14 @@ class Decoder:
 
     @staticmethod
     def _layer(loader: Loader, index: int) -> DecoderLayer:
-        before_attention, after_attention, before_mlp, after_mlp = loader.norms(index)
+        layer = loader.config.layers[index]
+        before_mixer, after_mixer, before_mlp, after_mlp = loader.norms(index)
         return DecoderLayer(
-            before_attention,
-            loader.attention(index),
-            after_attention,
+            before_mixer,
+            mixer_of(loader, index) if layer.has_mixer else None,
+            after_mixer,
             before_mlp,
-            loader.feed_forward(index),
+            feed_forward_of(loader, index) if layer.has_feed_forward else None,
             after_mlp,
         )
 
@@ -154,15 +156,17 @@ class Decoder:
         cache: LayerCache,
         num_positions: int,
     ) -> int:
-        backend, views = self.backend, buffers.layers[index]
-        x = self._normed(layer.attention_norm, buffers)
-        products = layer.attention.run(
-            backend, x, buffers.delta, views, batch, cache, num_positions
-        )
-        self._add(layer.post_attention_norm, buffers)
-        x = self._normed(layer.mlp_norm, buffers)
-        layer.feed_forward.run(backend, x, buffers.delta, views)
-        self._add(layer.post_mlp_norm, buffers)
+        backend, views, products = self.backend, buffers.layers[index], 0
+        if layer.mixer is not None:
+            x = self._normed(layer.attention_norm, buffers)
+            products = layer.mixer.run(
+                backend, x, buffers.delta, views, batch, cache, num_positions
+            )
+            self._add(layer.post_attention_norm, buffers)
+        if layer.feed_forward is not None:
+            x = self._normed(layer.mlp_norm, buffers)
+            layer.feed_forward.run(backend, x, buffers.delta, views)
+            self._add(layer.post_mlp_norm, buffers)
         return products
 
     def _parallel_layer(
@@ -175,10 +179,9 @@ class Decoder:
         num_positions: int,
     ) -> int:
         backend, views = self.backend, buffers.layers[index]
+        assert layer.mixer is not None and layer.feed_forward is not None
         x = self._normed(layer.attention_norm, buffers)
-        products = layer.attention.run(
-            backend, x, buffers.delta, views, batch, cache, num_positions
-        )
+        products = layer.mixer.run(backend, x, buffers.delta, views, batch, cache, num_positions)
         if layer.mlp_norm is not None:
             x = self._normed(layer.mlp_norm, buffers)
         layer.feed_forward.run(backend, x, buffers.second_delta, views)

@@ -75,6 +75,7 @@ class LatentAttention:
         self._append(backend, x, views, batch, cache, cos_sin)
         query = self._query(backend, x, views, batch, cos_sin)
         wide = extra["latent_attended"].reshape(num_tokens, heads, entry_dim)
+        assert cache.keys is not None
         products = backend.attend(query, cache.keys, cache.keys, batch, self.params, wide)
         for head, weight in enumerate(self.weights.v_up):
             part = np.ascontiguousarray(wide[:, head, : latent.latent_dim])
@@ -108,6 +109,7 @@ class LatentAttention:
         entry[:, latent.latent_dim :] = self._rotated(
             backend, down[:, None, latent.latent_dim :], batch, cos_sin
         )[:, 0]
+        assert cache.keys is not None
         backend.append(entry[:, None, :], cache.keys, batch.slot_mapping)
 
     def _query(

@@ -20,6 +20,7 @@ class TensorNames:
         expert_gate_up: gate and up of all experts in one tensor.
         experts_transposed: tensors of all experts are ``[experts, in, out]``.
         experts_interleaved: rows of `expert_gate_up` alternate: gate, up, gate, up.
+        state_inputs: projections into a mixer with a state, stacked; `state_gates` likewise the second one.
         k_up, v_up: per head, the absorbed halves of `kv_up` (GGUF).
         rope_factors: ready-made divisors of the rotary frequencies (GGUF).
     """
@@ -45,6 +46,14 @@ class TensorNames:
     kv_up: str = ""
     k_up: str = ""
     v_up: str = ""
+    state_inputs: tuple[str, ...] = ()
+    state_gates: tuple[str, ...] = ()
+    state_conv: str = ""
+    state_decay: str = ""
+    state_step_bias: str = ""
+    state_skip: str = ""
+    state_norm: str = ""
+    state_output: str = ""
     mlp_norm: str | None = None
     post_mlp_norm: str | None = None
     gate: str | None = None
@@ -60,6 +69,7 @@ class TensorNames:
     experts_transposed: bool = False
     experts_interleaved: bool = False
     shared_gate: str = ""
+    shared_gate_up: str | None = None
     shared_up: str = ""
     shared_down: str = ""
     shared_router: str = ""

@@ -47,6 +47,16 @@ def sigmoid(x: F32) -> F32:
         return np.float32(1) / (np.float32(1) + np.exp(-x))
 
 
+def silu(x: F32) -> F32:
+    """``x * sigmoid(x)``."""
+    return x * sigmoid(x)
+
+
+def softplus(x: F32) -> F32:
+    """``log(1 + exp(x))``, and x itself where that is the same number."""
+    return np.where(x > 20, x, np.log1p(np.exp(np.minimum(x, np.float32(20)))))
+
+
 def largest(scores: F32, count: int) -> I64:
     """Indices of the ``count`` largest of each row ``[T, n]``, largest first; a tie goes to the lower index."""
     order = np.argsort(-scores, axis=-1, kind="stable")

@@ -76,6 +76,14 @@ class WeightSource:
         tensor = self._find(name, (size,))
         return dequantize(self._bytes(tensor), tensor.type, 1, size)[0]
 
+    def array(self, name: str, *shape: int) -> F32:
+        """A tensor of any shape, decoded to float32. Raises as `matrix`."""
+        tensor = self._find(name, shape)
+        rows = 1
+        for size in shape[:-1]:
+            rows *= size
+        return dequantize(self._bytes(tensor), tensor.type, rows, shape[-1]).reshape(shape)
+
     def matrices(self, name: str, count: int, rows: int, cols: int) -> list[HostTensor]:
         """The matrices ``[rows, cols]`` of one tensor ``[count, rows, cols]``, not copied. Raises as `matrix`."""
         tensor = self._find(name, (count, rows, cols))

@@ -101,8 +101,8 @@ class Workspace:
         made: dict[LayerConfig, LayerBuffers] = {}
         for layer in set(self._layers):
             made[layer] = self._layer_views(num_tokens, layer)
-        hidden = (self._view(name, num_tokens, self._hidden_size) for name in HIDDEN_BUFFERS)
-        return StepBuffers(*hidden, layers=[made[layer] for layer in self._layers])
+        hidden = {name: self._view(name, num_tokens, self._hidden_size) for name in HIDDEN_BUFFERS}
+        return StepBuffers(**hidden, layers=[made[layer] for layer in self._layers])
 
     def _view(self, name: str, num_tokens: int, width: int) -> F32:
         return self._flat[name][: num_tokens * width].reshape(num_tokens, width)

@@ -9,13 +9,15 @@ from kvern.models.families.falcon import FALCON
 from kvern.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from kvern.models.families.gpt import GPT2, GPT_NEOX
 from kvern.models.families.gpt_oss import GPT_OSS
-from kvern.models.families.granite import GRANITE
+from kvern.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
+from kvern.models.families.lfm import LFM2
 from kvern.models.families.llama import LLAMA
 from kvern.models.families.llama4 import LLAMA4
 from kvern.models.families.mixtral import MIXTRAL
 from kvern.models.families.olmo import OLMO2, OLMOE
 from kvern.models.families.phi import PHI3
 from kvern.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from kvern.models.families.qwen_next import QWEN3_NEXT
 from kvern.models.families.smollm import SMOLLM3
 
 FAMILIES: tuple[Family, ...] = (
@@ -33,6 +35,10 @@ FAMILIES: tuple[Family, ...] = (
     OLMOE,
     SMOLLM3,
     GRANITE,
+    GRANITE_MOE,
+    GRANITE_HYBRID,
+    QWEN3_NEXT,
+    LFM2,
     GPT2,
     GPT_NEOX,
     FALCON,

@@ -34,8 +34,8 @@ GPT2_FIELDS = {
 def grouped_rows(layer: LayerConfig) -> Any:
     """Rows of a matrix that holds, per KV head, its queries, its key and its value: q first, then k, then v."""
     group = layer.num_heads // layer.num_kv_heads
-    rows = np.arange(layer.num_kv_heads * (group + 2) * layer.key_dim)
-    rows = rows.reshape(layer.num_kv_heads, group + 2, layer.key_dim)
+    shape = layer.num_kv_heads, group + 2, layer.key_dim
+    rows = np.arange(layer.num_kv_heads * (group + 2) * layer.key_dim).reshape(shape)
     return np.concatenate(
         [rows[:, :group].ravel(), rows[:, group].ravel(), rows[:, group + 1].ravel()]
     )

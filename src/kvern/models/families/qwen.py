@@ -44,7 +44,7 @@ def describe_qwen3(config: Config) -> DecoderConfig:
     return usual_decoder(config, _layers(config, usual_layer(config, qk_norm="head")))
 
 
-def _with_experts(
+def with_experts(
     config: Config, dense: list[LayerConfig], experts: ExpertsConfig
 ) -> list[LayerConfig]:
     """Experts in every ``decoder_sparse_step``-th layer that ``mlp_only_layers`` does not except."""
@@ -60,7 +60,8 @@ def _with_experts(
     ]
 
 
-def _experts(config: Config, is_normalized: bool, shared_size: int = 0) -> ExpertsConfig:
+def experts_of(config: Config, is_normalized: bool, shared_size: int = 0) -> ExpertsConfig:
+    """The experts of a Qwen configuration, with a gated shared one where ``shared_size`` is not 0."""
     return ExpertsConfig(
         num_experts=expert_count(config),
         num_chosen=integer(config, "num_experts_per_tok"),
@@ -74,9 +75,9 @@ def _experts(config: Config, is_normalized: bool, shared_size: int = 0) -> Exper
 def describe_qwen2_moe(config: Config) -> DecoderConfig:
     """Qwen2 with experts, and a shared expert behind a learned gate."""
     shared = integer(config, "shared_expert_intermediate_size")
-    experts = _experts(config, flag(config, "norm_topk_prob"), shared)
+    experts = experts_of(config, flag(config, "norm_topk_prob"), shared)
     inner = optional_integer(config, "intermediate_size", shared)
-    layers = _with_experts(
+    layers = with_experts(
         config, _layers(config, usual_layer(config, intermediate_size=inner)), experts
     )
     return usual_decoder(config, layers, qkv_bias=flag(config, "qkv_bias", True), output_bias=False)
@@ -87,10 +88,10 @@ def describe_qwen3_moe(config: Config) -> DecoderConfig:
     inner = optional_integer(config, "intermediate_size", integer(config, "moe_intermediate_size"))
     dense = _layers(config, usual_layer(config, qk_norm="head", intermediate_size=inner))
     is_folder = "Qwen3MoeForCausalLM" in (config.get("architectures") or ())
-    experts = _experts(
+    experts = experts_of(
         config, flag(config, "norm_topk_prob", not is_folder)
     )  # GGUF files do not say
-    return usual_decoder(config, _with_experts(config, dense, experts))
+    return usual_decoder(config, with_experts(config, dense, experts))
 
 
 QWEN2 = Family(

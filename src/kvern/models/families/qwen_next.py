@@ -1,0 +1,80 @@
+"""Qwen3-Next: three gated delta nets, then one full attention layer with a gate on its output; experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvern.models.config import Config, DecoderConfig, DeltaNetConfig, Family, LayerConfig
+from kvern.models.families.common import (
+    flag,
+    head_dim_of,
+    integer,
+    layer_kinds,
+    optional_integer,
+    rope_of,
+    usual_decoder,
+    usual_layer,
+)
+from kvern.models.families.qwen import experts_of, with_experts
+from kvern.models.names import HF_NAMES
+
+FULL, LINEAR = KINDS = ("full_attention", "linear_attention")
+
+
+def describe(config: Config) -> DecoderConfig:
+    """Read a Qwen3-Next configuration."""
+    count, period = (
+        integer(config, "num_hidden_layers"),
+        int(config.get("full_attention_interval") or 4),
+    )
+    kinds = layer_kinds(config, KINDS, [LINEAR if (i + 1) % period else FULL for i in range(count)])
+    partial = {"partial_rotary_factor": 0.25, **config}
+    full = usual_layer(
+        config,
+        intermediate_size=optional_integer(config, "intermediate_size", 5632),
+        rope=rope_of(partial, head_dim_of(config)),
+        qk_norm="head",
+        has_gate=True,
+    )
+    linear = LayerConfig(
+        intermediate_size=full.intermediate_size,
+        activation=full.activation,
+        state=DeltaNetConfig(
+            num_key_heads=integer(config, "linear_num_key_heads"),
+            num_value_heads=integer(config, "linear_num_value_heads"),
+            key_dim=integer(config, "linear_key_head_dim"),
+            value_dim=integer(config, "linear_value_head_dim"),
+            kernel=integer(config, "linear_conv_kernel_dim"),
+        ),
+    )
+    layers = [linear if kind == LINEAR else full for kind in kinds]
+    if config.get("num_experts"):
+        shared = integer(config, "shared_expert_intermediate_size")
+        experts = experts_of(config, flag(config, "norm_topk_prob", True), shared)
+        layers = with_experts(config, layers, experts)
+    return usual_decoder(config, layers, norm_offset=1.0)
+
+
+_MIXER = "model.layers.{i}.linear_attn."
+_SHARED = "model.layers.{i}.mlp.shared_expert"
+
+QWEN3_NEXT = Family(
+    name="qwen3_next",
+    architectures=("Qwen3NextForCausalLM",),
+    gguf_architectures=(),
+    describe=describe,
+    hf_names=replace(
+        HF_NAMES,
+        state_inputs=(_MIXER + "in_proj_qkvz.weight",),
+        state_gates=(_MIXER + "in_proj_ba.weight",),
+        state_conv=_MIXER + "conv1d.weight",
+        state_decay=_MIXER + "A_log",
+        state_step_bias=_MIXER + "dt_bias",
+        state_norm=_MIXER + "norm.weight",
+        state_output=_MIXER + "out_proj.weight",
+        shared_gate=_SHARED + ".gate_proj.weight",
+        shared_up=_SHARED + ".up_proj.weight",
+        shared_down=_SHARED + ".down_proj.weight",
+        shared_router=_SHARED + "_gate.weight",
+    ),
+)

@@ -1,0 +1,137 @@
+"""From a layer's description to its feed-forward part with weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvern.kernels.protocol import HostTensor
+from kvern.models.config import ExpertsConfig
+from kvern.models.feed_forward import Dense, DenseWeights, Experts, ExpertsWeights
+from kvern.models.loader import Loader, bias_name
+from kvern.models.weights import decoded, take_rows, transposed
+
+F32 = npt.NDArray[np.float32]
+
+
+def feed_forward_of(loader: Loader, index: int) -> Dense | Experts:
+    """One layer's feed-forward part."""
+    layer, names = loader.config.layers[index], loader.names
+    if layer.experts is not None:
+        return Experts(layer.experts, _experts_weights(loader, index, layer.experts))
+    parts = (names.gate, names.up) if layer.is_gated else (names.up,)
+    gate_up_name = names.gate_up if layer.is_gated else None
+    return Dense(
+        layer, _dense(loader, index, parts, gate_up_name, names.down, layer.intermediate_size)
+    )
+
+
+def _dense(
+    loader: Loader,
+    index: int,
+    parts: tuple[str | None, ...],
+    fused: str | None,
+    down: str,
+    inner: int,
+) -> DenseWeights:
+    config, hidden = loader.config, loader.config.hidden_size
+    named = [(str(name), inner) for name in parts] if fused is None else [(fused, 2 * inner)]
+    return DenseWeights(
+        gate_up=loader.prepare(
+            *(loader.matrix(name, rows, hidden, i=index) for name, rows in named)
+        ),
+        gate_up_bias=loader.bias(config.mlp_bias, *named, i=index),
+        down=loader.prepare(loader.matrix(down, hidden, inner, i=index)),
+        down_bias=loader.bias(config.mlp_bias, (down, hidden), i=index),
+    )
+
+
+def _experts_weights(loader: Loader, index: int, experts: ExpertsConfig) -> ExpertsWeights:
+    names, hidden, count = loader.names, loader.config.hidden_size, experts.num_experts
+    shared = shared_router = score_bias = None
+    if experts.shared_size:
+        parts = (names.shared_gate, names.shared_up)
+        shared = _dense(
+            loader, index, parts, names.shared_gate_up, names.shared_down, experts.shared_size
+        )
+    if experts.has_shared_gate:
+        shared_router = loader.prepare(_row(loader, names.shared_router, hidden, index))
+    if experts.has_score_bias:
+        score_bias = loader.source.vector(loader.name(names.score_bias, i=index), count)
+    return ExpertsWeights(
+        router=loader.prepare(loader.matrix(names.router, count, hidden, i=index)),
+        router_bias=loader.bias(experts.has_router_bias, (names.router, count), i=index),
+        score_bias=score_bias,
+        experts=_all_experts(loader, index, experts),
+        shared=shared,
+        shared_router=shared_router,
+    )
+
+
+def _row(loader: Loader, template: str, cols: int, index: int) -> HostTensor:
+    """A matrix of one row, which a GGUF file stores as a vector."""
+    name = loader.name(template, i=index)
+    if loader.source.is_gguf:
+        data = loader.source.vector(name, cols).view(np.uint8)
+        return HostTensor(name, "F32", 1, cols, data)
+    return loader.source.matrix(name, 1, cols)
+
+
+def _all_experts(loader: Loader, index: int, experts: ExpertsConfig) -> tuple[DenseWeights, ...]:
+    names, hidden, inner = loader.names, loader.config.hidden_size, experts.intermediate_size
+    count = experts.num_experts
+    if names.expert_gate_up is not None:
+        both = _per_expert(loader, names.expert_gate_up, index, count, 2 * inner, hidden)
+        if names.experts_interleaved:
+            both = [take_rows(part, _gate_then_up(inner)) for part in both]
+        gate_ups = [[part] for part in both]
+    else:
+        gates = _per_expert(loader, names.expert_gate, index, count, inner, hidden)
+        ups = _per_expert(loader, names.expert_up, index, count, inner, hidden)
+        gate_ups = [[gate, up] for gate, up in zip(gates, ups, strict=True)]
+    downs = _per_expert(loader, names.expert_down, index, count, hidden, inner)
+    gate_up_biases, down_biases = _expert_biases(loader, index, experts)
+    return tuple(
+        DenseWeights(loader.prepare(*gate_up), gate_up_bias, loader.prepare(down), down_bias)
+        for gate_up, gate_up_bias, down, down_bias in zip(
+            gate_ups, gate_up_biases, downs, down_biases, strict=True
+        )
+    )
+
+
+def _per_expert(
+    loader: Loader, template: str, index: int, count: int, rows: int, cols: int
+) -> list[HostTensor]:
+    if "{e}" in template:
+        return [loader.matrix(template, rows, cols, i=index, e=expert) for expert in range(count)]
+    name = loader.name(template, i=index)
+    if loader.names.experts_transposed:
+        return [transposed(part) for part in loader.source.matrices(name, count, cols, rows)]
+    return loader.source.matrices(name, count, rows, cols)
+
+
+def _expert_biases(
+    loader: Loader, index: int, experts: ExpertsConfig
+) -> tuple[list[F32 | None], list[F32 | None]]:
+    """Per expert, the biases of gate and up together and of down."""
+    names, hidden, inner = loader.names, loader.config.hidden_size, experts.intermediate_size
+    count = experts.num_experts
+    if not experts.has_bias:
+        return [None] * count, [None] * count
+
+    def rows(template: str, size: int) -> F32:
+        name = loader.name(bias_name(template), i=index)
+        return decoded(loader.source.matrix(name, count, size))
+
+    if names.expert_gate_up is not None:
+        gate_up = rows(names.expert_gate_up, 2 * inner)
+        if names.experts_interleaved:
+            gate_up = gate_up[:, _gate_then_up(inner)]
+    else:
+        gate_up = np.concatenate([rows(names.expert_gate, inner), rows(names.expert_up, inner)], -1)
+    return list(gate_up), list(rows(names.expert_down, hidden))
+
+
+def _gate_then_up(inner: int) -> npt.NDArray[np.int64]:
+    """Rows of an interleaved matrix in the order gate, then up."""
+    return np.concatenate([np.arange(0, 2 * inner, 2), np.arange(1, 2 * inner, 2)])
