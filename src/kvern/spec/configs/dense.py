@@ -166,6 +166,7 @@ DENSE_FAMILIES: tuple[Family, ...] = (
         block=Block("use_bias", "use_bias", gated_mlp=False, mlp_bias="use_bias", norm_bias=True),
         final_norm=2,
         ties_embeddings=True,
+        translate=defaulting(use_bias=True),
     ),
     # --------------------------------------------------------------- windows between full layers
     Family("gemma2", full_every(2), block=GEMMA2, ties_embeddings=True),

@@ -59,7 +59,7 @@ def read_config(source: Source) -> dict[str, Any]:
 
 def _name_of(source: Source) -> str:
     if isinstance(source, Mapping):
-        return "the configuration"
+        return "config"
     path = source.path if isinstance(source, GGUFHeader) else Path(source)
     if path.is_dir():
         return path.resolve().name
