@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -192,6 +194,25 @@ def test_devices_keep_their_sources_and_never_multiply_marketed_gigabytes() -> N
     assert devices["h100-sxm"].memory_bytes == 81_559 * 2**20
     assert devices["b200"].memory_bytes == 183_359 * 2**20
     assert devices["b200"].cache_bytes == 126_000_000
+
+
+def test_the_catalogue_agrees_with_its_checked_source(shared_data: Path) -> None:
+    rows = json.loads((shared_data / "devices.json").read_text())["devices"]
+    devices = load_devices()
+    assert [row["id"] for row in rows] == list(devices)
+    for row in rows:
+        device = devices[row["id"]]
+        reported = row["memory_gib_reported"]
+        assert device.memory_is_estimated == (reported is None)
+        if reported is not None:
+            assert round(device.memory_bytes / GIB, 3) == pytest.approx(reported, abs=0.0011)
+        else:
+            assert device.memory_bytes == int(row["memory_gb_marketed"] * 10**9 * 0.985)
+        assert device.bandwidth == row["bandwidth_gbs"] * 1e9
+        assert device.confidence == row["confidence"]
+        assert len(device.sources) == len(row["sources"])
+        for name, rate in row["tflops_dense"].items():
+            assert device.flops.get(name) == (None if rate is None else rate * 1e12)
 
 
 def test_devices_are_found_by_id_or_words_and_nearest_names_are_offered() -> None:

@@ -147,6 +147,11 @@ def test_refusals_are_one_sentence(
     assert len(captured.err.splitlines()) == 1
 
 
+def test_gigabytes_are_told_apart(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    got = answer(capsys, config, "--memory", "80GB")
+    assert "--memory 80GB is 74.506 GiB: GB is 10^9 bytes, GiB is 2^30" in got["warnings"]
+
+
 def test_a_model_and_devices_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan"]) == 2
     assert "MODEL is missing" in capsys.readouterr().err

@@ -135,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
     if args.need:
         return _need(args, request)
     answer = plan(request)
+    answer = answer.with_warnings((*answer.warnings, *_unit_warnings(args)))
     document = answer.to_json()
     text = [] if args.json else _render("summary", answer)
     extras = _extras(args, answer, document, text)
@@ -238,6 +239,18 @@ def _load_model(text: str) -> tuple[Any, tuple[int, str] | None]:
     if path is None or not path.is_file():
         path = resolve(text, allow_fetch=False)
     return load_model_spec(path), file_weights(path)
+
+
+def _unit_warnings(args: argparse.Namespace) -> list[str]:
+    """What sizes in GB are in GiB, in which drivers and engines count."""
+    found: list[str] = []
+    for flag in ("memory", "kv_memory", "weights", "reserve"):
+        text = getattr(args, flag)
+        if text is not None and text.strip().lower().endswith("gb"):
+            name = "--" + flag.replace("_", "-")
+            size = format_size(parse_size(text))
+            found.append(f"{name} {text} is {size}: GB is 10^9 bytes, GiB is 2^30")
+    return found
 
 
 def _size(text: str | None, *, zero: bool = False) -> int | None:
@@ -368,6 +381,7 @@ def _bound(
         "step_s": bound.step_s,
         "bound_by": bound.bound_by,
         "tokens_per_s": bound.tokens_per_s,
+        "bytes_per_output_token": bound.token_bytes,
         "compute_bound_from_batch": bound.turning_batch,
         "on_chip_cache_bytes": bound.cache_bytes,
         "kv_fits_on_chip": bound.kv_fits_on_chip,

@@ -79,7 +79,7 @@ def summary(answer: Plan) -> list[str]:
     lines = [heading(answer), ""]
     lines += facts(
         [
-            ("Asked context", f"{answer.context:,} tokens{kind}: {verdict}"),
+            ("Asked context", f"{answer.context:,} tokens{kind}, prompt and output: {verdict}"),
             ("Capacity", f"{a.capacity_tokens:,} tokens{each}"),
             ("Requests at once", _at_once(answer) + each),
             ("Longest request", f"{answer.max_model_len:,} tokens"),
@@ -305,6 +305,7 @@ def bound_lines(bound: DecodeBound, offload: OffloadBound, prefill: float) -> li
                 f"{_ms(bound.compute_s)}",
             ),
             ("Compute-bound from", turning),
+            ("Growth", f"an output token adds {format_size(bound.token_bytes)} to each request"),
             ("On-chip cache", cache),
             ("Prefill", f"{offload.num_tokens:,} tokens alone: {_ms(prefill)}"),
         ]

@@ -32,6 +32,7 @@ class DecodeBound:
         weight_bytes, kv_bytes: read per step.
         flops: operations per step.
         memory_s, compute_s: the two times; `step_s` is the larger.
+        token_bytes: what one more output token adds to a request's cache on one rank.
         turning_batch: the smallest batch whose step is bound by arithmetic; None = no batch is,
             because the cache that is read grows with it.
         kv_fits_on_chip: whether a step's cache fits the on-die cache; None = size unknown.
@@ -48,6 +49,7 @@ class DecodeBound:
     bandwidth: float
     turning_batch: int | None
     cache_bytes: int | None
+    token_bytes: int
 
     @property
     def step_s(self) -> float:
@@ -142,6 +144,7 @@ def decode_bound(
         bandwidth=device.bandwidth,
         turning_batch=_turning(lambda b: times(b)[:2]),
         cache_bytes=device.cache_bytes,
+        token_bytes=step_kv_bytes(request, context + 1) - kv_each,
     )
 
 
