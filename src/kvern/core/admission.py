@@ -19,7 +19,7 @@ from kvern.core.planner import extend, lowest_below, withdraw
 from kvern.core.sequence import Sequence
 from kvern.core.state import Draft, SchedulerState
 
-MAX_PASSING = 32
+MAX_PASSING = 8
 """Waiting sequences behind a blocked head that are tried per step."""
 
 

@@ -24,7 +24,8 @@ class SchedulerConfig:
             steps, running sequences of lower rank are preempted for it, one per step.
         state_checkpoint_tokens: states are kept at multiples of this length, at the end of the
             prompt and when a sequence stops; 0: only when it stops.
-        max_state_checkpoint_bytes: budget of kept states; None: a quarter of the pool.
+        max_state_checkpoint_bytes: budget of kept states; None: a quarter of the pool,
+            but at least two states.
         hash_bits: bits of the content hash that are used; fewer than 128 only to test collisions.
         hash_secret: key of the content hash; the same wherever caches are to be shared.
         model: fingerprint of weights and configuration, part of every hash.

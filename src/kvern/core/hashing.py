@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
+from struct import iter_unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -100,12 +101,17 @@ def hash_spans(
     hashes: list[bytes] = []
     append = hashes.append
     special = {(item.start - start) // span for item in media if item.start >= start}
+    if not special:
+        for (piece,) in iter_unpack(f"{step}s", data):
+            parent = blake2b(parent + piece, digest_size=16).digest()
+            append(parent)
+        return b"".join(hashes)
     for offset in range(0, len(data), step):
-        if special and offset // step in special:
-            position = start + offset // 4
-            parent = hash_special(parent, data[offset : offset + step], media, position, span)
+        piece = data[offset : offset + step]
+        if offset // step in special:
+            parent = hash_special(parent, piece, media, start + offset // 4, span)
         else:
-            parent = blake2b(parent + data[offset : offset + step], digest_size=16).digest()
+            parent = blake2b(parent + piece, digest_size=16).digest()
         append(parent)
     return b"".join(hashes)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvern.core.book import RequestRecord, SequenceBook, SpanHashes
 from kvern.core.matching import match
-from kvern.core.sequence import Int32, Request, Sequence
+from kvern.core.sequence import Int32, Request, Sequence, token_array
 from kvern.core.state import Pin, SchedulerState
 
 
@@ -16,7 +14,7 @@ def pin_prefix(state: SchedulerState, pin_id: int, request: Request, ttl_s: floa
     Returns:
         The tokens held.
     """
-    prompt = np.asarray(request.prompt, dtype=np.int32)
+    prompt = token_array(request)
     seq = Sequence(0, request, prompt, len(state.rules))
     key = state.key_of(request)
     root = state.index.hold_root(key)

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from kvern.core.admission import admit
 from kvern.core.book import BeamSearch, RequestRecord, SequenceBook, SpanHashes
 from kvern.core.clock import Clock, monotonic_clock
@@ -28,7 +26,7 @@ from kvern.core.plan import Event, StepPlan, StepResult
 from kvern.core.planner import plan_running, settle_forks
 from kvern.core.residency import Residency
 from kvern.core.rules import make_rules, span_tokens
-from kvern.core.sequence import Request, Sequence
+from kvern.core.sequence import Request, Sequence, token_array
 from kvern.core.state import Draft, SchedulerState
 from kvern.core.stats import CacheStats
 from kvern.errors import CapacityError, InputError, IntegrityError
@@ -92,7 +90,7 @@ class Scheduler:
         state = self.state
         if request.request_id in state.records:
             raise InputError(f"request id {request.request_id} is in use; choose another")
-        prompt = np.asarray(request.prompt, dtype=np.int32)
+        prompt = token_array(request)
         max_tokens = self._checked_max_tokens(request, len(prompt))
         arrival = state.clock() if request.arrival is None else request.arrival
         record = RequestRecord(request, self._num_added, arrival, prompt, max_tokens)
@@ -309,5 +307,6 @@ class Scheduler:
 
 def _state_pages(kv_plan: KVPlan, config: SchedulerConfig) -> int:
     if config.max_state_checkpoint_bytes is None:
-        return kv_plan.num_blocks // 4
+        largest = sum(group.pages_per_entry for group in kv_plan.groups if group.is_state)
+        return max(kv_plan.num_blocks // 4, 2 * largest)
     return config.max_state_checkpoint_bytes // kv_plan.page_bytes

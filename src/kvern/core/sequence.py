@@ -94,6 +94,20 @@ class Request:
             )
 
 
+def token_array(request: Request) -> Int32:
+    """The prompt as int32.
+
+    Raises:
+        InputError: something in it is not a token id.
+    """
+    tokens = np.asarray(request.prompt)
+    if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
+        raise InputError(f"request {request.request_id}: the prompt is not a list of token ids")
+    if tokens.min() < 0 or tokens.max() > np.iinfo(np.int32).max:
+        raise InputError(f"request {request.request_id}: a token id of the prompt is out of range")
+    return tokens.astype(np.int32)
+
+
 class Table:
     """Block ids of one sequence in one KV group.
 

@@ -345,7 +345,7 @@ class PrefixTree:
 
     def _unchain(self, nodes: Int32) -> None:
         """Take dead nodes out of their buckets, walking all affected buckets in step."""
-        buckets = np.unique(self.hash_low[nodes] & self._mask).astype(np.int64)
+        buckets = (self.hash_low[nodes] & self._mask).astype(np.int64)  # twins do the same twice
         heads = self._buckets[buckets]
         while True:
             dead = (heads != 0) & ~self.is_alive[heads]
