@@ -94,6 +94,8 @@ def prompts() -> list[list[int]]:
     shared = rng.integers(0, 300, 40).tolist()
     lengths = [1, 2, 15, 16, 17, 33, 41, 48, 64, 80, 100, 120]
     return [
-        rng.integers(0, 300, n).tolist() if n <= 40 else shared + rng.integers(0, 300, n - 40).tolist()
+        rng.integers(0, 300, n).tolist()
+        if n <= 40
+        else shared + rng.integers(0, 300, n - 40).tolist()
         for n in lengths
     ]

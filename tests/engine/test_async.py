@@ -21,7 +21,9 @@ def test_tasks_get_their_own_answers_and_cancelled_ones_give_blocks_back(
     async def scenario() -> None:
         llm = make_tiny()
         engine = AsyncLLM(llm)
-        doomed = asyncio.create_task(engine.generate(list(range(90)), SamplingParams(max_tokens=400)))
+        doomed = asyncio.create_task(
+            engine.generate(list(range(90)), SamplingParams(max_tokens=400))
+        )
         answers = asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
         await asyncio.sleep(0.01)
         doomed.cancel()

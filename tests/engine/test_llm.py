@@ -29,7 +29,9 @@ def test_a_batch_gives_each_prompt_the_answer_it_gets_alone(make_tiny: Make, pro
         assert out.finish_reason == "length"
 
 
-def test_one_native_call_per_weight_and_step_whatever_the_batch(make_tiny: Make, prompts: Any) -> None:
+def test_one_native_call_per_weight_and_step_whatever_the_batch(
+    make_tiny: Make, prompts: Any
+) -> None:
     """Exactness by running sequences one at a time would not count: the calls are counted."""
 
     class Counting:
@@ -95,7 +97,9 @@ def test_cached_and_uncached_answers_are_equal(make_tiny: Make, prompts: Any) ->
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 32])
 @pytest.mark.parametrize("block_size", [1, 16])
-def test_pfx_012_the_same_prompt_again_and_again(make_tiny: Make, length: int, block_size: int) -> None:
+def test_pfx_012_the_same_prompt_again_and_again(
+    make_tiny: Make, length: int, block_size: int
+) -> None:
     with make_tiny(block_size=block_size) as llm:
         for new_tokens in (1, 16):
             answers = []
@@ -140,7 +144,9 @@ def test_det_003_seeded_sampling_ignores_what_else_runs(make_tiny: Make, prompts
     with make_tiny() as llm:
         (alone,) = llm.generate([prompts[5]], params)
     with make_tiny(max_num_batched_tokens=64) as llm:
-        others = [SamplingParams(max_tokens=20, temperature=1.0, seed=i) for i in range(len(prompts))]
+        others = [
+            SamplingParams(max_tokens=20, temperature=1.0, seed=i) for i in range(len(prompts))
+        ]
         others[5] = params
         crowd = llm.generate(prompts, others)
     assert crowd[5].token_ids == alone.token_ids
@@ -158,7 +164,9 @@ def test_frk_001_samples_differ_repeat_and_share_the_prompt(make_tiny: Make) -> 
         assert all(len(c.logprobs or ()) == len(c.token_ids) for c in first.choices)
         assert llm.stats().in_use_blocks == 0
         single = [
-            llm.generate([prompt], SamplingParams(max_tokens=24, temperature=1.0, seed=7))[0].token_ids
+            llm.generate([prompt], SamplingParams(max_tokens=24, temperature=1.0, seed=7))[
+                0
+            ].token_ids
         ]
         assert single[0] == first.choices[0].token_ids
 
@@ -223,7 +231,9 @@ def test_limits_are_refused_with_their_numbers(make_tiny: Make) -> None:
         assert len(out.token_ids) == 4 and out.finish_reason == "length"
         with pytest.raises(InputError, match="empty"):
             llm.generate([[]], greedy())
-        with pytest.raises(InputError, match="token id 300 is outside the model's vocabulary of 300"):
+        with pytest.raises(
+            InputError, match="token id 300 is outside the model's vocabulary of 300"
+        ):
             llm.generate([[1, 300]], greedy())
         assert llm.stats().in_use_blocks == 0 and not llm.has_work
         page = llm.model.kv_plan.page_bytes
@@ -305,7 +315,9 @@ def test_met_003_a_cache_full_of_reusable_blocks_is_reported_as_such(make_tiny: 
         assert llm.stats().free_blocks + 1 == llm.model.kv_plan.num_blocks
 
 
-def test_an_interrupt_between_plan_and_commit_leaves_a_sound_engine(make_tiny: Make, prompts: Any) -> None:
+def test_an_interrupt_between_plan_and_commit_leaves_a_sound_engine(
+    make_tiny: Make, prompts: Any
+) -> None:
     with make_tiny() as llm:
         expected = [out.token_ids for out in llm.generate(prompts, greedy())]
         runner = llm.model.runner

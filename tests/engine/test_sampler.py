@@ -22,7 +22,8 @@ def draw(logits: list[float] | np.ndarray, count: int = 4000, **params: object) 
     row = np.array(logits, np.float32)
     sampling = Sampling(SamplingParams(**params), 11)  # type: ignore[arg-type]
     return Counter(
-        choose(row, sampling, range(1), position, NO_TOKENS, 0)[0].token_id for position in range(count)
+        choose(row, sampling, range(1), position, NO_TOKENS, 0)[0].token_id
+        for position in range(count)
     )
 
 
@@ -67,7 +68,7 @@ def test_a_draw_depends_on_seed_sample_and_position_alone() -> None:
     alone = [choose(row, sampling, range(i, i + 1), 9, NO_TOKENS, 0)[0].token_id for i in range(4)]
     assert together == alone and len(set(together)) > 1
     values = [uniform(3, 0, p) for p in range(2000)]
-    assert 0 <= min(values) and max(values) < 1 and abs(sum(values) / 2000 - 0.5) < 0.02
+    assert min(values) >= 0 and max(values) < 1 and abs(sum(values) / 2000 - 0.5) < 0.02
     assert uniform(-1, 0, 0) == uniform(2**64 - 1, 0, 0)
 
 
@@ -129,6 +130,8 @@ def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
         ({"cache_salt": 5}, "cache_salt is 5"),
     ],
 )
-def test_bad_parameters_are_refused_with_the_value(params: dict[str, object], sentence: str) -> None:
+def test_bad_parameters_are_refused_with_the_value(
+    params: dict[str, object], sentence: str
+) -> None:
     with pytest.raises(InputError, match=sentence):
         SamplingParams(**params)  # type: ignore[arg-type]

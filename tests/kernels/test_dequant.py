@@ -16,7 +16,9 @@ def test_decoding_random_bits_equals_the_oracle(element_type: str) -> None:
     kind = ELEMENT_TYPES[element_type]
     rng = np.random.default_rng(3)
     rows, cols = 7, 768
-    data = rng.integers(0, 256, rows * cols // kind.block_elements * kind.block_bytes, dtype=np.uint8)
+    data = rng.integers(
+        0, 256, rows * cols // kind.block_elements * kind.block_bytes, dtype=np.uint8
+    )
     with np.errstate(all="ignore"):  # random bits make infinite and NaN scales, on purpose
         ours = dequantize(data, element_type, rows, cols)
     oracle_type = gguf.GGMLQuantizationType[element_type]

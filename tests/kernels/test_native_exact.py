@@ -1,4 +1,4 @@
-"""Bit-identity: a row's bits never depend on other rows, threads, chunking, block size or placement."""
+"""Bit-identity: no row depends on other rows, threads, chunking, block size or placement."""
 
 from __future__ import annotations
 

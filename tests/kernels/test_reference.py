@@ -117,7 +117,9 @@ PARAMS = [
 @settings(max_examples=12)
 def test_attend_equals_dense_attention(backend: Backend, params: AttendParams, data: Any) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**20)))
-    lengths = data.draw(st.lists(st.tuples(st.integers(0, 11), st.integers(1, 9)), min_size=1, max_size=4))
+    lengths = data.draw(
+        st.lists(st.tuples(st.integers(0, 11), st.integers(1, 9)), min_size=1, max_size=4)
+    )
     block_size = data.draw(st.sampled_from([1, 2, 4, 16]))
     dtype = data.draw(st.sampled_from(sorted(STORED_BYTES)))
     kv_heads = data.draw(st.sampled_from([1, 2, 3, 6]))
@@ -133,8 +135,10 @@ def test_attend_equals_dense_attention(backend: Backend, params: AttendParams, d
         for p in range(cached, cached + new):
             window = range(max(0, p - (params.window or p + 1) + 1), p + 1)
             low = p // params.chunk * params.chunk if params.chunk else 0
-            pairs += len(set(window) | set(range(min(params.num_sink_tokens, p + 1)))) if not low else (
-                p + 1 - low
+            pairs += (
+                len(set(window) | set(range(min(params.num_sink_tokens, p + 1))))
+                if not low
+                else (p + 1 - low)
             )
     np.testing.assert_allclose(out, np.concatenate(expected), rtol=2e-5, atol=2e-6)
     assert products == pairs

@@ -15,15 +15,23 @@ from kvern.spec.layers import KVCacheSpec, LayerSpec, ModelSpec
 from kvern.spec.reach import All, Window
 from kvern.store.dtypes import decode, encode
 from kvern.store.pool import PagedStore
+from kvern.store.streams import PagedStream
 
 
 def plan(kv_format: str = "bf16", num_blocks: int = 6) -> KVPlan:
     heads = Heads(2, 8, 4)
     layers = tuple(
-        LayerSpec(i, "attention", (KVCacheSpec(heads, All() if i < 2 else Window(6)),)) for i in range(4)
+        LayerSpec(i, "attention", (KVCacheSpec(heads, All() if i < 2 else Window(6)),))
+        for i in range(4)
     )
     model = ModelSpec("toy", "Toy", "toy", 4, layers)
     return make_kv_plan(model, kv_format, 4, num_blocks=num_blocks)
+
+
+def streams_of(store: PagedStore, layer: int) -> tuple[int, tuple[PagedStream, ...]]:
+    found = store.streams(layer)
+    assert found is not None
+    return found
 
 
 def test_the_slab_has_exactly_the_planned_bytes_and_starts_as_zeros() -> None:
@@ -41,7 +49,7 @@ def test_every_slot_of_every_stream_is_its_own(kv_format: str) -> None:
     slots = np.arange(6 * 4, dtype=np.int64)
     written = {}
     for layer in range(4):
-        group, streams = store.streams(layer)
+        group, streams = streams_of(store, layer)
         assert group == (0 if layer < 2 else 1)
         if group == 1:
             continue  # pages are shared by groups: fill one group's view of them
@@ -50,7 +58,7 @@ def test_every_slot_of_every_stream_is_its_own(kv_format: str) -> None:
             backend.append(x, stream, slots)
             written[layer, index] = decode(encode(x, kv_format), kv_format)
     for (layer, index), x in written.items():
-        got = gather(store.streams(layer)[1][index], np.arange(6, dtype=np.int32), 24)
+        got = gather(streams_of(store, layer)[1][index], np.arange(6, dtype=np.int32), 24)
         np.testing.assert_array_equal(got, x.transpose(1, 0, 2))
     assert np.count_nonzero(store.pages) > 0.8 * store.nbytes  # nothing is left over
 
@@ -62,16 +70,16 @@ def test_copy_moves_the_first_tokens_of_every_layer_and_zero_clears() -> None:
     store.execute([Copy(src=2, dst=5, num_tokens=3, group=0), Zero(block=1, group=0)])
     assert not store.pages[1].any()
     for layer in (0, 1):
-        for stream in store.streams(layer)[1]:
+        for stream in streams_of(store, layer)[1]:
             block = np.array([5], np.int32)
             got = gather(stream, block, 4)
             np.testing.assert_array_equal(got[:, :3], gather(stream, np.array([2], np.int32), 3))
     store.pages[1] = before[1]
     changed = np.flatnonzero((store.pages != before).any(axis=1)).tolist()
     assert changed == [5]
-    last_slot = [gather(s, np.array([5], np.int32), 4)[:, 3] for s in store.streams(0)[1]]
+    last_slot = [gather(s, np.array([5], np.int32), 4)[:, 3] for s in streams_of(store, 0)[1]]
     store.pages[:] = before
-    kept = [gather(s, np.array([5], np.int32), 4)[:, 3] for s in store.streams(0)[1]]
+    kept = [gather(s, np.array([5], np.int32), 4)[:, 3] for s in streams_of(store, 0)[1]]
     for now, old in zip(last_slot, kept, strict=True):
         np.testing.assert_array_equal(now, old)
 

@@ -76,7 +76,9 @@ class AsyncLLM:
                     return
         finally:
             waiter.is_gone = True
-            with contextlib.suppress(KvernError):  # a closed or broken engine has dropped it already
+            with contextlib.suppress(
+                KvernError
+            ):  # a closed or broken engine has dropped it already
                 self._post(lambda: self._drop(waiter))
 
     async def generate(
@@ -157,7 +159,9 @@ class AsyncLLM:
             self._drop(waiter)
 
     def _refuse_all(self) -> None:
-        reason = "is closed" if self._failure is None else f"was stopped by an error: {self._failure}"
+        reason = (
+            "is closed" if self._failure is None else f"was stopped by an error: {self._failure}"
+        )
         for waiter in self._waiters:
             waiter.put(KvernError(f"the engine {reason}"))
         self._waiters.clear()

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from kvern.core.plan import Chunk
 from kvern.kernels.protocol import AttendBatch
+from kvern.spec.groups import KVGroup
 
 I32 = npt.NDArray[np.int32]
 
@@ -18,32 +19,31 @@ def token_ids(chunks: Sequence[Chunk]) -> I32:
     return np.concatenate([c.seq.token_ids(c.start, c.start + c.length) for c in chunks])
 
 
-def attend_batch(chunks: Sequence[Chunk], group: int, block_size: int) -> AttendBatch:
+def attend_batch(chunks: Sequence[Chunk], index: int, group: KVGroup) -> AttendBatch:
     """The step as one KV group sees it.
 
     Args:
         chunks: what to compute, in row order.
-        group: index of the KV group, whose tables are read.
-        block_size: token slots per block of that group.
+        index: the group's place in the plan: which of a sequence's tables is read.
+        group: the group. One of states has its pages as block tables, and no slots.
     """
     starts = np.array([c.start for c in chunks], np.int32)
     lengths = np.array([c.length for c in chunks], np.int32)
     cu_seqlens_q = np.zeros(len(chunks) + 1, np.int32)
     np.cumsum(lengths, out=cu_seqlens_q[1:])
     seq_lens = starts + lengths
-    width = -(-int(seq_lens.max()) // block_size)
+    block_size = group.block_size
+    width = group.pages_per_entry if group.is_state else -(-int(seq_lens.max()) // block_size)
     block_tables = np.zeros((len(chunks), width), np.int32)
     for row, chunk in enumerate(chunks):
-        blocks = chunk.seq.tables[group].blocks[:width]
+        blocks = chunk.seq.tables[index].blocks[:width]
         block_tables[row, : len(blocks)] = blocks
     sequence_of_row = np.repeat(np.arange(len(chunks)), lengths)
     positions = np.arange(cu_seqlens_q[-1], dtype=np.int32)
     positions += (starts - cu_seqlens_q[:-1])[sequence_of_row]
-    blocks_of_row = block_tables[sequence_of_row, positions // block_size].astype(np.int64)
-    return AttendBatch(
-        cu_seqlens_q=cu_seqlens_q,
-        seq_lens=seq_lens,
-        block_tables=block_tables,
-        positions=positions,
-        slot_mapping=blocks_of_row * block_size + positions % block_size,
-    )
+    if group.is_state:
+        slot_mapping = np.zeros(len(positions), np.int64)
+    else:
+        blocks_of_row = block_tables[sequence_of_row, positions // block_size].astype(np.int64)
+        slot_mapping = blocks_of_row * block_size + positions % block_size
+    return AttendBatch(cu_seqlens_q, seq_lens, block_tables, positions, slot_mapping)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import secrets
 import threading
@@ -101,7 +102,7 @@ class LLM:
         try:
             for state in states:
                 while state.output is None:
-                    self._advance(lambda state=state: state.output is not None)
+                    self._advance(functools.partial(_is_finished, state))
                 done += 1
                 if on_progress is not None:
                     on_progress(done, len(states))
@@ -152,7 +153,7 @@ class LLM:
         try:
             for state in states:
                 while state.output is None:
-                    self._advance(lambda state=state: state.output is not None)
+                    self._advance(functools.partial(_is_finished, state))
             return [self._model.runner.take_scores(state.request_id) for state in states]
         finally:
             self._forget(states)
@@ -211,7 +212,9 @@ class LLM:
         """One step, unless another thread's step has already brought what the caller waits for."""
         with self._lock:
             if not is_ready() and not self.step():
-                raise IntegrityError("a request is lost: it has no result and nothing is left to do")
+                raise IntegrityError(
+                    "a request is lost: it has no result and nothing is left to do"
+                )
 
     def _finish_sample(self, request_id: str, sample_index: int, reason: str) -> None:
         events = self._model.scheduler.finish(request_id, sample_index, reason)
@@ -385,6 +388,10 @@ class LLM:
         self.close()
 
 
+def _is_finished(state: RequestState) -> bool:
+    return state.output is not None
+
+
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or a list of prompts, as a list."""
     if isinstance(prompts, str):
@@ -401,5 +408,7 @@ def _as_params(
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if len(params) != count:
-        raise InputError(f"{len(params)} sampling parameters for {count} prompts: give one, or one each")
+        raise InputError(
+            f"{len(params)} sampling parameters for {count} prompts: give one, or one each"
+        )
     return list(params)

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from kvern import catalog
 from kvern.core.config import SchedulerConfig
 from kvern.core.scheduler import Scheduler
@@ -199,8 +197,8 @@ def fingerprint(source: WeightSource) -> str:
         tensor = source.tensors[name]
         digest.update(f"{name}\0{tensor.type}\0{tensor.shape}\0{tensor.nbytes}\0".encode())
         data = source.raw(name)
-        digest.update(np.ascontiguousarray(data[:FINGERPRINT_SAMPLE_BYTES]))
-        digest.update(np.ascontiguousarray(data[-FINGERPRINT_SAMPLE_BYTES:]))
+        digest.update(data[:FINGERPRINT_SAMPLE_BYTES].tobytes())
+        digest.update(data[-FINGERPRINT_SAMPLE_BYTES:].tobytes())
     return digest.hexdigest()
 
 

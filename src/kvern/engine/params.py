@@ -92,7 +92,9 @@ class SamplingParams:
                 allowed = f"at least {low}" if high is None else f"from {low} to {high}"
                 raise InputError(f"{name} is {value}: it must be {allowed}")
         if self.beam_width > 1 and (self.n > 1 or self.temperature > 0):
-            raise InputError("beam search is deterministic: leave n at 1 and temperature at 0 with beam_width")
+            raise InputError(
+                "beam search is deterministic: leave n at 1 and temperature at 0 with beam_width"
+            )
 
     def _check_reals(self) -> None:
         limits: tuple[tuple[str, float, float, float], ...] = (
@@ -107,13 +109,19 @@ class SamplingParams:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not math.isfinite(value) or not low <= value <= high:
                 allowed = f"from {low:g} to {high:g}" if math.isfinite(low + high) else "finite"
-                allowed = "a finite number, at least 0" if low == 0 and high == math.inf else allowed
+                allowed = (
+                    "a finite number, at least 0" if low == 0 and high == math.inf else allowed
+                )
                 raise InputError(f"{name} is {value!r}: it must be {allowed}")
         if self.top_p == 0:
-            raise InputError("top_p is 0: it must be above 0, or temperature 0 for the most likely token")
+            raise InputError(
+                "top_p is 0: it must be above 0, or temperature 0 for the most likely token"
+            )
         penalty = self.repetition_penalty
         if not isinstance(penalty, int | float) or not 0 < penalty < math.inf:
-            raise InputError(f"repetition_penalty is {penalty!r}: it must be a finite number above 0")
+            raise InputError(
+                f"repetition_penalty is {penalty!r}: it must be a finite number above 0"
+            )
 
     @property
     def has_penalties(self) -> bool:

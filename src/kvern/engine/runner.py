@@ -20,6 +20,7 @@ from kvern.engine.sampler import choose, likeliest, log_softmax
 from kvern.errors import IntegrityError
 from kvern.models.decoder import Decoder, LayerCache
 from kvern.models.workspace import Workspace
+from kvern.spec.pages import state_offsets
 from kvern.store.pool import PagedStore
 
 F32 = npt.NDArray[np.float32]
@@ -68,14 +69,16 @@ class Runner:
         self.observer: Observer | None = None
         self.workspace = Workspace(decoder.config, max_num_batched_tokens)
         self._cache = [self._layer_cache(index) for index in range(len(decoder.config.layers))]
-        self._block_sizes = [group.block_size for group in store.plan.groups]
         self._scores: dict[str, npt.NDArray[np.float64]] = {}
         self._failures: dict[str, str] = {}
         self._logits: F32 = np.empty((0, decoder.config.vocab_size), np.float32)
 
     def _layer_cache(self, layer: int) -> LayerCache:
-        group, streams = self.store.streams(layer)
-        return LayerCache.of(group, streams)
+        for index, group in enumerate(self.store.plan.groups):
+            if layer in group.layers and group.is_state:
+                return LayerCache.of_state(index, self.store.pages, state_offsets(group)[layer])
+        found = self.store.streams(layer)
+        return LayerCache.none() if found is None else LayerCache.of(*found)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Operations first, then all chunks as one batch, then logits and samples."""
@@ -84,9 +87,12 @@ class Runner:
         if not plan.chunks:
             return StepResult(plan.step, (), {"execute_s": time.perf_counter() - started})
         chunks = plan.chunks
-        batches = [attend_batch(chunks, g, size) for g, size in enumerate(self._block_sizes)]
+        groups = self.store.plan.groups
+        batches = [attend_batch(chunks, index, group) for index, group in enumerate(groups)]
         observer = self.observer
-        trace = None if observer is None else (lambda i, hidden: observer.on_layer(chunks, i, hidden))
+        trace = (
+            None if observer is None else (lambda i, hidden: observer.on_layer(chunks, i, hidden))
+        )
         hidden, products = self.decoder.forward(
             token_ids(chunks), batches, self._cache, self.workspace, trace
         )
@@ -159,7 +165,9 @@ class Runner:
             return [TokenChoice(0, 0.0)] * chunk.num_samples
 
     def _score(self, seq: TokenSequence, position: int, row: F32) -> None:
-        scores = self._scores.setdefault(seq.request.request_id, np.full(seq.num_prompt_tokens - 1, np.nan))
+        scores = self._scores.setdefault(
+            seq.request.request_id, np.full(seq.num_prompt_tokens - 1, np.nan)
+        )
         if position < len(scores):
             target = int(seq.token_ids(position + 1, position + 2)[0])
             scores[position] = log_softmax(row)[target]

@@ -25,7 +25,9 @@ FinishSample = Callable[[str, int, str], None]
 class SampleText:
     """One sample's growing text; holds back half characters and beginnings of stop strings."""
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt: tuple[int, ...], stops: tuple[str, ...]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, prompt: tuple[int, ...], stops: tuple[str, ...]
+    ) -> None:
         """Args: tokenizer: None when the model has none; the text then stays empty."""
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt)
         self._stops = StopStrings(stops) if stops else None
@@ -126,7 +128,7 @@ class Tracker:
                 self._token(state, event, now, finish_sample)
             elif isinstance(event, SampleFinished):
                 self._sample_finished(state, event)
-            elif isinstance(event, RequestFinished):
+            else:
                 self._request_finished(state, event, now)
 
     def _sample(self, state: RequestState, index: int) -> SampleState:
@@ -141,7 +143,8 @@ class Tracker:
         if state.first_token_s is None:
             state.first_token_s = now
         sample = self._sample(state, event.sample_index)
-        if sample.finish_reason is not None or sample.text.is_stopped or state.error is not None:
+        is_over = sample.finish_reason is not None or sample.text.is_stopped
+        if is_over or state.error is not None:
             return
         sample.token_ids.append(event.choice.token_id)
         if event.choice.top is not None:
@@ -173,7 +176,8 @@ class Tracker:
             prompt_token_ids=state.prompt_token_ids,
             choices=tuple(
                 self._choice(index, state.samples[index]) for index in sorted(state.samples)
-            ) or (Choice(0, "", (), event.reason),),
+            )
+            or (Choice(0, "", (), event.reason),),
             cached_tokens=event.num_cached_tokens,
             miss=event.miss,
             timing=self._timing(state, now),
@@ -205,7 +209,9 @@ class Tracker:
     def _timing(state: RequestState, now: float) -> Timing:
         started = now if state.started_s is None else state.started_s
         first = now if state.first_token_s is None else state.first_token_s
-        later_tokens = max((len(sample.token_ids) for sample in state.samples.values()), default=0) - 1
+        later_tokens = (
+            max((len(sample.token_ids) for sample in state.samples.values()), default=0) - 1
+        )
         return Timing(
             queue_s=started - state.arrived_s,
             ttft_s=first - state.arrived_s,

@@ -103,7 +103,7 @@ def _q5_k(blocks: U8) -> F32:
     quants = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     shifts = np.arange(8, dtype=np.uint8)[None, :, None]
     fifth = (blocks[:, None, 16:48] >> shifts) & 1
-    return _k_quants(blocks, quants | (fifth << 4))
+    return _k_quants(blocks, quants | (fifth << 4).astype(np.uint8))
 
 
 def _q6_k(blocks: U8) -> F32:

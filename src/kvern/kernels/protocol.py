@@ -146,8 +146,10 @@ class Backend(Protocol):
         ...
 
     def rms_norm(self, x: F32, weight: F32, eps: float, out: F32) -> None:
-        """``out = x / sqrt(mean(x^2) + eps) * weight`` per row of ``x [T, n]`` (n = len(weight), and T
-        may count heads: q and k norms view ``[T * heads, head_dim]``)."""
+        """``out = x / sqrt(mean(x^2) + eps) * weight`` per row of ``x [T, n]``.
+
+        n is ``len(weight)``; T may count heads: norms of q and k view ``[T * heads, head_dim]``.
+        """
         ...
 
     def rotary(self, x: F32, positions: I32, cos: F32, sin: F32, interleaved: bool) -> None:
@@ -155,6 +157,7 @@ class Backend(Protocol):
 
         Args:
             x: a view whose last axis is contiguous; the token stride may exceed heads * dim.
+            positions: absolute position of each row, int32 ``[T]``.
             cos: float32 ``[max_positions, rotary_dim / 2]``; dims past rotary_dim stay as they are.
             sin: the same shape.
             interleaved: pairs are (0, 1), (2, 3), ... (GGUF llama) instead of (i, i + rotary_dim / 2).

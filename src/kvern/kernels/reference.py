@@ -99,7 +99,9 @@ class ReferenceBackend:
     def embed(self, weight: Weight, token_ids: I32, out: F32) -> None:
         """See `Backend.embed`."""
         matrix = cast(DecodedWeight, weight).matrix
-        out[...] = self._numpy(self.xp.take(matrix, self._array(token_ids.astype(np.int64)), axis=0))
+        out[...] = self._numpy(
+            self.xp.take(matrix, self._array(token_ids.astype(np.int64)), axis=0)
+        )
 
     def rms_norm(self, x: F32, weight: F32, eps: float, out: F32) -> None:
         """See `Backend.rms_norm`."""
@@ -129,7 +131,9 @@ class ReferenceBackend:
         for seq, seq_len in enumerate(batch.seq_lens.tolist()):
             rows = slice(int(batch.cu_seqlens_q[seq]), int(batch.cu_seqlens_q[seq + 1]))
             positions = batch.positions[rows]
-            block_ids, key_positions = self._live_blocks(batch, seq, seq_len, positions, keys, params)
+            block_ids, key_positions = self._live_blocks(
+                batch, seq, seq_len, positions, keys, params
+            )
             num_keys = len(key_positions)
             result, count = ops.attend_sequence(
                 self.xp,

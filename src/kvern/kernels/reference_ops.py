@@ -104,7 +104,9 @@ def _attend_tile(
     num_queries, num_heads, key_dim = q.shape
     num_kv_heads, num_keys, value_dim = values.shape
     group = num_heads // num_kv_heads
-    grouped = xp.permute_dims(xp.reshape(q, (num_queries, num_kv_heads, group, key_dim)), (1, 2, 0, 3))
+    grouped = xp.permute_dims(
+        xp.reshape(q, (num_queries, num_kv_heads, group, key_dim)), (1, 2, 0, 3)
+    )
     rows = xp.reshape(grouped, (num_kv_heads, group * num_queries, key_dim))
     scores = xp.matmul(rows, xp.permute_dims(keys, (0, 2, 1))) * params.scale
     if params.softcap is not None:
@@ -124,9 +126,7 @@ def _attend_tile(
     return xp.reshape(xp.permute_dims(out, (2, 0, 1, 3)), (num_queries, num_heads, value_dim))
 
 
-def merge_states(
-    xp: Any, outs: Array, maxima: Array, sums: Array
-) -> tuple[Array, Array]:
+def merge_states(xp: Any, outs: Array, maxima: Array, sums: Array) -> tuple[Array, Array]:
     """Merge partial attention results over disjoint sets of keys, in the order given.
 
     Args:
@@ -165,4 +165,5 @@ def _erf(xp: Any, x: Array) -> Array:
     """The error function, which the Array API standard leaves out."""
     if hasattr(xp, "erf"):
         return xp.erf(x)
-    return np.frompyfunc(math.erf, 1, 1)(np.asarray(x, np.float64)).astype(np.float32)
+    values = np.frompyfunc(math.erf, 1, 1)(np.asarray(x, np.float64))
+    return np.asarray(values, np.float32)

@@ -1,9 +1,9 @@
-"""Reference operations on recurrent states: one token after the other, each rounded as it is stored.
+"""Reference operations on recurrent states: token after token, each rounded as it is stored.
 
-They run inside every backend until a native form of them exists, so they are row-invariant: a sequence's
-numbers are computed by itself, token by token, with the same shapes whatever the chunk; sums run in numpy's
-fixed order, and there is no matrix product. Because a state is rounded to its stored dtype after every token,
-it does not matter where a chunk ends.
+They run inside every backend until a native form of them exists, so they are row-invariant: a
+sequence's numbers are computed by itself, token by token, with the same shapes whatever the chunk;
+sums run in numpy's fixed order, and there is no matrix product. Because a state is rounded to its
+stored dtype after every token, it does not matter where a chunk ends.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def gated_delta_rule(
 def selective_scan(
     x: F32, step: F32, decay: F32, b: F32, c: F32, state: F32, dtype: str
 ) -> tuple[F32, F32]:
-    """Mamba-2's state space recurrence (Dao and Gu 2024, arXiv:2405.21060, section 2), token by token.
+    """Mamba-2's recurrence (Dao and Gu 2024, arXiv:2405.21060, section 2), token by token.
 
     Args:
         x: ``[t, heads, head_dim]``.

@@ -34,7 +34,7 @@ class PagedStore:
             UsageError: a group's format is one that the engine does not store.
         """
         self.plan = plan
-        self._offsets = [layer_offsets(group) for group in plan.groups]
+        self._offsets = [{} if group.is_state else layer_offsets(group) for group in plan.groups]
         for offsets in self._offsets:
             _refuse_narrow(offsets.values())
         memory = mmap.mmap(-1, plan.pool_bytes)
@@ -48,10 +48,15 @@ class PagedStore:
         """Bytes of the slab."""
         return self.pages.nbytes
 
-    def streams(self, layer: int) -> tuple[int, tuple[PagedStream, ...]]:
-        """The group that holds a layer's keys and values, and its streams in page order."""
-        index = next(i for i, offsets in enumerate(self._offsets) if layer in offsets)
-        return index, tuple(self._stream(entry) for entry in self._offsets[index][layer])
+    def streams(self, layer: int) -> tuple[int, tuple[PagedStream, ...]] | None:
+        """The group that holds a layer's keys and values, and its streams in page order.
+
+        None for a layer that leaves nothing per token in the cache.
+        """
+        for index, offsets in enumerate(self._offsets):
+            if layer in offsets:
+                return index, tuple(self._stream(entry) for entry in offsets[layer])
+        return None
 
     def _stream(self, entry: StreamOffset) -> PagedStream:
         return PagedStream(
@@ -82,7 +87,9 @@ class PagedStore:
                 num_entries = -(-op.num_tokens * entry.num_entries // group.block_size)
                 part = slice(entry.offset, entry.offset + entry.num_bytes)
                 shape = (entry.stream.num_heads, entry.num_entries, -1)
-                target[part].reshape(shape)[:, :num_entries] = source[part].reshape(shape)[:, :num_entries]
+                target[part].reshape(shape)[:, :num_entries] = source[part].reshape(shape)[
+                    :, :num_entries
+                ]
 
 
 def _refuse_narrow(layers: Iterable[tuple[StreamOffset, ...]]) -> None:
