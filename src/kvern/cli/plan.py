@@ -238,7 +238,7 @@ def _load_model(text: str) -> tuple[Any, tuple[int, str] | None]:
     path = model_path(entry) if entry is not None else None
     if path is None or not path.is_file():
         path = resolve(text, allow_fetch=False)
-    return load_model_spec(path), file_weights(path)
+    return load_model_spec(path, None if entry is None else entry.name), file_weights(path)
 
 
 def _unit_warnings(args: argparse.Namespace) -> list[str]:

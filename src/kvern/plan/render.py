@@ -83,7 +83,7 @@ def summary(answer: Plan) -> list[str]:
             ("Capacity", f"{a.capacity_tokens:,} tokens{each}"),
             ("Requests at once", _at_once(answer) + each),
             ("Longest request", f"{answer.max_model_len:,} tokens"),
-            ("KV of one request", format_size(a.bytes_for_context)),
+            ("KV of one request", f"{format_size(a.bytes_for_context)}{_two_parts(answer)}"),
             ("Pool", "" if is_llama else f"{answer.num_blocks:,} blocks × {per_block} of "
                      f"{a.block_size:,} tokens"),
         ]
@@ -100,6 +100,13 @@ def summary(answer: Plan) -> list[str]:
             *group_table(answer),
         ]
     return lines
+
+
+def _two_parts(answer: Plan) -> str:
+    fixed, per_token = answer.request_cost
+    if fixed < 2**20:
+        return f", {per_token:,.6g} B per token"
+    return f": {format_size(fixed)} fixed + {per_token:,.6g} B per token"
 
 
 def _at_once(answer: Plan) -> str:

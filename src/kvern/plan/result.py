@@ -8,6 +8,9 @@ from typing import Any
 
 from kvern.plan.request import PlanRequest
 
+FAR = 2**24
+"""Tokens over which the cost of a further token is averaged, so that blocks do not show."""
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -118,6 +121,7 @@ class Allocation:
         block_bytes: bytes of a block on each rank.
         longest_context: the longest request that fits the pool, the model's limit not applied.
         blocks_per_request: blocks of one request of the asked length, over all groups.
+        request_bytes: bytes that one request of a length takes on the rank that takes most.
         usable_blocks: blocks of the pool that requests can hold.
         blocks_of: blocks that a request of a length holds at most.
         shared_blocks_of: whole blocks of a prefix that other requests can share.
@@ -136,6 +140,7 @@ class Allocation:
     blocks_per_request: int
     steps: tuple[Step, ...]
     used_bytes: tuple[int, ...]
+    request_bytes: Callable[[int], int]
     usable_blocks: int
     blocks_of: Callable[[int], int]
     shared_blocks_of: Callable[[int], int]
@@ -164,6 +169,14 @@ class Plan:
         return self.per_rank[self.tightest_rank].num_blocks
 
     @property
+    def request_cost(self) -> tuple[int, float]:
+        """Cost of a request in two parts: fixed bytes, and bytes per token beyond the windows."""
+        per_request = self.allocation.request_bytes
+        growth = per_request(self.context + FAR) - per_request(self.context)
+        per_token = growth / FAR
+        return max(round(per_request(self.context) - per_token * self.context), 0), per_token
+
+    @property
     def max_model_len(self) -> int:
         """The longest request the pool holds, at most the model's own limit."""
         limit = self.request.model.max_model_len
@@ -177,6 +190,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The object that `plan --json` prints."""
         a = self.allocation
+        fixed, per_token = self.request_cost
         return {
             "model": self.request.model.name,
             "engine": self.engine,
@@ -233,6 +247,8 @@ class Plan:
             "replicas": self.request.dp,
             "max_model_len": self.max_model_len,
             "bytes_for_context": a.bytes_for_context,
+            "request_fixed_bytes": fixed,
+            "request_bytes_per_token": per_token,
             "fits": a.fits,
             **a.extras,
             "assumptions": list(self.assumptions),

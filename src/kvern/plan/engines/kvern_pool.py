@@ -102,6 +102,9 @@ def allocate(request: PlanRequest, budgets: tuple[Budget, ...]) -> Allocation:
         blocks_per_request=per_request,
         steps=_steps(request, plan, pool, context, scheduled, capacity),
         used_bytes=tuple(pool * p.page_bytes + p.open_bytes for p in plans),
+        request_bytes=lambda n: max(
+            p.pages_for(n, min(scheduled, n)) * p.page_bytes for p in plans
+        ),
         usable_blocks=usable,
         blocks_of=lambda n: plan.pages_for(n, min(scheduled, n)),
         shared_blocks_of=lambda n: sum(
@@ -135,7 +138,7 @@ def _group(number: int, group: KVGroup, context: int, scheduled: int) -> Group:
         block_size=group.block_size,
         page_bytes=group.page_bytes,
         blocks_per_request=group.pages_for(context, scheduled),
-        page_waste_bytes=group.padding_bytes,
+        page_waste_bytes=group.padding_bytes // group.pages_per_entry,
     )
 
 

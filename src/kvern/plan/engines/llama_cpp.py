@@ -233,6 +233,7 @@ def allocate(request: PlanRequest, budgets: tuple[Budget, ...]) -> Allocation:
         blocks_per_request=one_slot,
         steps=_steps(request, pools, shape, context),
         used_bytes=used,
+        request_bytes=lambda n: max(bytes_on(b.stage, n) for b in budgets),
         usable_blocks=one_slot,
         blocks_of=lambda num_tokens: num_tokens,
         shared_blocks_of=lambda num_tokens: num_tokens if shape.num_streams == 1 else 0,

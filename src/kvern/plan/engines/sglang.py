@@ -9,6 +9,7 @@ It prints GB and means GiB.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 from kvern.errors import UsageError
 from kvern.plan.engines import Engine
@@ -30,7 +31,7 @@ from kvern.spec.budget import format_size
 from kvern.spec.content import Index, Latent, State, StatePart
 from kvern.spec.reach import Chunk, Window
 
-WINDOW_RATIO = 0.8
+WINDOW_RATIO = Fraction(4, 5)
 STATE_RATIO = 0.9
 """Default share of state memory to KV memory where the number of slots is not given."""
 
@@ -62,26 +63,26 @@ DENSE_LATENT_BACKENDS = ("trtllm", "trtllm_mla")
 class _Cells:
     """Bytes per token slot of one rank, by pool."""
 
-    full_k: int = 0
-    full_v: int = 0
-    window_k: int = 0
-    window_v: int = 0
-    index: int = 0
+    full_k: Fraction = Fraction()
+    full_v: Fraction = Fraction()
+    window_k: Fraction = Fraction()
+    window_v: Fraction = Fraction()
+    index: Fraction = Fraction()
     full_layers: int = 0
     window_layers: int = 0
     is_latent: bool = False
 
     @property
-    def full(self) -> int:
+    def full(self) -> Fraction:
         return self.full_k + self.full_v + self.index
 
     @property
-    def window(self) -> int:
+    def window(self) -> Fraction:
         return self.window_k + self.window_v
 
-    def per_full_token(self) -> float:
+    def per_full_token(self) -> Fraction:
         """Bytes per token of the full pool, the window pool's share included."""
-        return self.full + WINDOW_RATIO * self.window if self.full else float(self.window)
+        return self.full + WINDOW_RATIO * self.window if self.full else self.window
 
 
 def _latent_bytes(content: Latent, request: PlanRequest, kv_format: str, sparse: bool) -> int:
@@ -106,7 +107,7 @@ def _cells(request: PlanRequest, caches: tuple[RankCache, ...]) -> _Cells:
     prefixes = rule_at(HYBRID_WINDOW, parse_version(request.engine_version))
     known = request.model.architecture.startswith(prefixes) if prefixes else False
     hybrid = known if request.hybrid is None else request.hybrid
-    sums = dict.fromkeys(("full_k", "full_v", "window_k", "window_v", "index"), 0)
+    sums = dict.fromkeys(("full_k", "full_v", "window_k", "window_v", "index"), Fraction())
     layers: dict[str, set[int]] = {"full": set(), "window": set()}
     is_latent = False
     for cache in caches:
@@ -115,7 +116,7 @@ def _cells(request: PlanRequest, caches: tuple[RankCache, ...]) -> _Cells:
             continue
         if isinstance(content, Index):
             scales = cdiv(content.dim, INDEX_SCALE_GROUP) * 4
-            sums["index"] += cdiv(content.dim + scales, cache.stride)
+            sums["index"] += Fraction(content.dim + scales, cache.stride)
             continue
         local = isinstance(cache.reach, Window | Chunk)
         kind = "window" if local and hybrid else "full"
@@ -123,7 +124,7 @@ def _cells(request: PlanRequest, caches: tuple[RankCache, ...]) -> _Cells:
         if isinstance(content, Latent):
             is_latent = True
             stored = _latent_bytes(content, request, kv_format, sparse)
-            sums[f"{kind}_k"] += cdiv(stored, cache.stride)
+            sums[f"{kind}_k"] += Fraction(stored, cache.stride)
         else:
             element = FORMAT_BYTES[kv_format]
             sums[f"{kind}_k"] += int(content.num_kv_heads * content.key_dim * element)
@@ -225,7 +226,7 @@ def allocate(request: PlanRequest, budgets: tuple[Budget, ...]) -> Allocation:
     longest = largest_fitting(lambda n: cdiv(n, page) * page <= pool, upper)
     return Allocation(
         block_size=page,
-        block_bytes=tuple(max(page * _cell_bytes(r.cells), 1) for r in ranks),
+        block_bytes=tuple(max(int(page * _cell_bytes(r.cells)), 1) for r in ranks),
         num_blocks=tuple(t // page for t in tokens),
         capacity_tokens=pool,
         max_concurrency=concurrency,
@@ -237,6 +238,7 @@ def allocate(request: PlanRequest, budgets: tuple[Budget, ...]) -> Allocation:
         blocks_per_request=cdiv(context, page),
         steps=_steps(request, ranks[tightest], budgets[tightest], pool, slots, page, pools),
         used_bytes=tuple(_used_bytes(r, pool, window_tokens, slots, page) for r in ranks),
+        request_bytes=lambda n: max(_request_bytes(rank, n, page) for rank in ranks),
         usable_blocks=pool // page,
         blocks_of=lambda num_tokens: cdiv(num_tokens, page),
         shared_blocks_of=lambda num_tokens: num_tokens // page,
@@ -245,19 +247,19 @@ def allocate(request: PlanRequest, budgets: tuple[Budget, ...]) -> Allocation:
     )
 
 
-def _cell_bytes(cells: _Cells) -> int:
+def _cell_bytes(cells: _Cells) -> Fraction:
     return cells.full or cells.window
 
 
 def _request_bytes(rank: _Rank, context: int, page: int) -> int:
     tokens = cdiv(context, page) * page
-    return tokens * (rank.cells.full + rank.cells.window) + rank.slot_bytes
+    return int(tokens * rank.cells.per_full_token()) + rank.slot_bytes
 
 
 def _used_bytes(rank: _Rank, pool: int, window: int, slots: int, page: int) -> int:
     full = (pool + page) * rank.cells.full
     windows = ((window or pool) + page) * rank.cells.window
-    return full + windows + (slots + 1) * rank.slot_bytes
+    return int(full + windows) + (slots + 1) * rank.slot_bytes
 
 
 def _pools(
@@ -267,7 +269,7 @@ def _pools(
     pools: list[Pool] = []
     slot_count = pool + page
     if cells.full:
-        index = slot_count * cells.index
+        index = int(slot_count * cells.index)
         printed = index if rule_at(INDEX_IN_PRINT, version) or version.is_pull_request else 0
         parts = {"index": index} if index else {}
         if index and not printed:
@@ -277,8 +279,8 @@ def _pools(
                 name="full",
                 layers=cells.full_layers,
                 cells=pool,
-                k_bytes=slot_count * cells.full_k + printed,
-                v_bytes=slot_count * cells.full_v,
+                k_bytes=int(slot_count * cells.full_k) + printed,
+                v_bytes=int(slot_count * cells.full_v),
                 parts=parts,
             )
         )
@@ -289,8 +291,8 @@ def _pools(
                 name="window",
                 layers=cells.window_layers,
                 cells=count - page,
-                k_bytes=count * cells.window_k,
-                v_bytes=count * cells.window_v,
+                k_bytes=int(count * cells.window_k),
+                v_bytes=int(count * cells.window_v),
             )
         )
     if rank.states:
@@ -335,11 +337,13 @@ def _steps(
     steps = []
     terms = []
     if cells.full:
-        terms.append(f"{cells.full_layers} full layers: {cells.full:,} B")
+        terms.append(f"{cells.full_layers} full layers: {float(cells.full):,.6g} B")
     if cells.window:
-        ratio = f"{WINDOW_RATIO} × " if cells.full else ""
-        terms.append(f"{cells.window_layers} window layers: {ratio}{cells.window:,} B")
-    steps.append(Step("bytes per token", " + ".join(terms), f"{cells.per_full_token():,.0f} B"))
+        ratio = f"{float(WINDOW_RATIO)} × " if cells.full else ""
+        terms.append(f"{cells.window_layers} window layers: {ratio}{float(cells.window):,.6g} B")
+    steps.append(
+        Step("bytes per token", " + ".join(terms), f"{float(cells.per_full_token()):,.0f} B")
+    )
     if rank.states:
         steps.append(
             Step(
@@ -354,7 +358,7 @@ def _steps(
         steps.append(
             Step(
                 "tokens",
-                f"{left:,} B // {cells.per_full_token():,.0f} B, in pages of {page}",
+                f"{left:,} B // {float(cells.per_full_token()):,.0f} B, in pages of {page}",
                 f"{pool:,}",
             )
         )
@@ -368,7 +372,9 @@ def _steps(
 def _assumptions(request: PlanRequest, rank: _Rank, has_window: bool) -> tuple[str, ...]:
     notes = ["SGLang prints these sizes as GB; they are GiB"]
     if has_window:
-        notes.append(f"the window pool is {WINDOW_RATIO} of the full pool, whatever the window")
+        notes.append(
+            f"the window pool is {float(WINDOW_RATIO)} of the full pool, whatever the window"
+        )
     if rank.states and request.slots is None:
         notes.append(f"states take {STATE_RATIO} of what KV takes (--slots sets their number)")
     return tuple(notes)

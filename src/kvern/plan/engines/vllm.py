@@ -116,6 +116,7 @@ def allocate(request: PlanRequest, budgets: tuple[Budget, ...]) -> Allocation:
         blocks_per_request=per_request,
         steps=_steps(run, pool, block_bytes[tightest], capacity, budgets[tightest]),
         used_bytes=tuple(pool * size for size in block_bytes),
+        request_bytes=lambda n: max(run.needed_bytes(n, b.stage) for b in budgets),
         usable_blocks=max(pool - (not run.rules.is_v0), 0),
         blocks_of=run.blocks_per_request,
         shared_blocks_of=run.layout.shared_blocks,

@@ -190,13 +190,13 @@ def default_block_size(caches: tuple[RankCache, ...]) -> int:
     if any(c.stride > 1 and isinstance(c.content, Latent) for c in caches):
         return rules_data.COMPRESSED_BLOCK
     if has_latent(caches):
-        return rules_data.SPARSE_MLA_BLOCK if has_index(caches) else rules_data.MLA_BLOCK
+        return rules_data.MLA_BLOCK
     return rules_data.BLOCK_SPARSE_BLOCK if has_index(caches) else rules_data.GRAIN
 
 
 def paged_layers(request: PlanRequest, rules: rules_data.Rules) -> tuple[PagedLayer, ...]:
     """Every cache that vLLM registers, in blocks of the size it settles on."""
-    caches = _as_registered(request)
+    caches = _as_registered(request, rules)
     kv_format = kv_format_of(request, caches)
     beside_latent = has_latent(caches)
     states = [state_of(c.content, request) for c in caches if isinstance(c.content, State)]
@@ -231,19 +231,26 @@ def paged_layers(request: PlanRequest, rules: rules_data.Rules) -> tuple[PagedLa
     return tuple(layers)
 
 
-def _as_registered(request: PlanRequest) -> tuple[RankCache, ...]:
+def _as_registered(request: PlanRequest, rules: rules_data.Rules) -> tuple[RankCache, ...]:
     """The rank's caches, with latents expanded to heads where vLLM does so."""
     caches = rank_caches(request)
     model = request.model
-    if model.family not in rules_data.EXPANDED_LATENT_FAMILIES:
+    pad = rules_data.EXPANDED_HEAD_DIM
+    if model.family in rules_data.EXPANDED_LATENT_FAMILIES:
+        pad = 1
+    elif rules.latent_stored:
         return caches
     expanded: list[RankCache] = []
     for cache in caches:
         if isinstance(cache.content, Latent):
             dim = query_key_dim(model, cache.content)
             if dim is None or model.num_attention_heads is None:
-                raise UsageError(f"{model.name} does not state its attention heads' sizes")
+                raise UsageError(
+                    f"this version of vLLM expands the latent of {model.name} to full heads, whose "
+                    "sizes its configuration does not state: name a later version"
+                )
             heads = kv_heads_per_rank(model.num_attention_heads, request.tp)
+            dim = round_up(dim, pad)
             cache = replace(cache, content=Heads(heads, dim, dim))
         expanded.append(cache)
     return tuple(expanded)

@@ -15,7 +15,6 @@ GRAIN = 16
 """Tokens that attention kernels want a block to be a multiple of."""
 
 MLA_BLOCK = 64
-SPARSE_MLA_BLOCK = 64
 BLOCK_SPARSE_BLOCK = 128
 COMPRESSED_BLOCK = 256
 
@@ -47,6 +46,14 @@ BATCHES_IN_FLIGHT = (
     (Since(release=(0, 22)), 2),
 )
 """Batches whose tokens a window layer must hold: asynchronous scheduling keeps two."""
+
+LATENT_STORED = (
+    (Since(), False),
+    (Since(release=(0, 7, 1)), True),
+)
+"""Whether an MLA latent is stored as such; before, full heads padded to 256 elements were."""
+
+EXPANDED_HEAD_DIM = 256
 
 ADMISSION = (
     (Since(), "layers"),
@@ -138,6 +145,7 @@ class Rules:
     """The rules of one version."""
 
     is_v0: bool
+    latent_stored: bool
     tokens_print: str
     hybrid_manager: bool
     state_mode: str
@@ -155,6 +163,7 @@ def rules_of(version: EngineVersion) -> Rules:
     )
     return Rules(
         is_v0=is_v0,
+        latent_stored=rule_at(LATENT_STORED, version),
         tokens_print="pool" if is_v0 else rule_at(TOKENS_PRINT, version),
         hybrid_manager=not is_v0 and rule_at(HYBRID_MANAGER, version),
         state_mode=rule_at(STATE_MODE, version),
