@@ -40,6 +40,13 @@ static inline F vector_float(const uint8_t* p, StreamType t, int i) {
     return t == StreamType::FP16 ? f_load_f16(p + 2 * i) : f_load_bf16(p + 2 * i);
 }
 
+static inline F vector_float_n(const uint8_t* p, StreamType t, int i, int lanes) {
+    if (lanes == 16) return vector_float(p, t, i);
+    alignas(64) float x[16] = {};
+    for (int n = 0; n < lanes; ++n) x[n] = element_float(p, t, i + n);
+    return f_load(x);
+}
+
 // float32 arithmetic, for every stream type.
 struct FloatSteps {
     static constexpr int kPer = 1;
@@ -53,9 +60,16 @@ struct FloatSteps {
     // Keys j..j+count-1 of a tile from consecutive rows at src.
     static void pack_keys(const uint8_t* src, StreamType type, int dim, int j, int count, uint32_t* to) {
         const int64_t row_bytes = dim * stream_width(type);
-        for (int n = 0; n < count; ++n, src += row_bytes) {
-            for (int d = 0; d < dim; ++d) {
-                to[static_cast<int64_t>(d) * kTile + j + n] = kvern::float_bits(element_float(src, type, d));
+        for (int n = 0; n < count; n += 16) {
+            const int rows = count - n < 16 ? count - n : 16;
+            for (int d = 0; d < dim; d += 16) {
+                const int lanes = dim - d < 16 ? dim - d : 16;
+                F row[16];
+                for (int i = 0; i < 16; ++i) {
+                    row[i] = i < rows ? vector_float_n(src + (n + i) * row_bytes, type, d, lanes) : f_zero();
+                }
+                float* at = reinterpret_cast<float*>(to) + static_cast<int64_t>(d) * kTile + j + n;
+                store_transposed(row, rows, lanes, at, kTile);
             }
         }
     }
@@ -91,27 +105,53 @@ struct Bf16Steps {
         return _mm512_dpbf16_ps(acc, (__m512bh)v, (__m512bh)_mm512_set1_epi32(static_cast<int>(word)));
     }
     static void pack_q(const float* q, int dim, uint32_t* to) {
-        for (int d = 0; d < dim; d += 2) {
-            const uint32_t low = kvern::float_to_bf16(q[d]);
-            const uint32_t high = d + 1 < dim ? kvern::float_to_bf16(q[d + 1]) : 0;
-            to[d / 2] = low | high << 16;
+        for (int d = 0; d < dim; d += 16) {
+            const int lanes = dim - d < 16 ? dim - d : 16;
+            const __m256i h = (__m256i)_mm512_cvtneps_pbh(f_load_n(q + d, lanes));
+            _mm256_mask_storeu_epi32(to + d / 2, static_cast<__mmask8>(first_lanes((lanes + 1) / 2)), h);
         }
     }
+    static inline __mmask32 first_halves(int n) {
+        return n >= 32 ? ~__mmask32{0} : static_cast<__mmask32>((1u << n) - 1u);
+    }
     static void pack_keys(const uint8_t* src, StreamType, int dim, int j, int count, uint32_t* to) {
-        for (int n = 0; n < count; ++n, src += 2 * dim) {
-            for (int d = 0; d < dim; d += 2) {
-                uint32_t word = 0;
-                std::memcpy(&word, src + 2 * d, d + 1 < dim ? 4 : 2);
-                to[static_cast<int64_t>(d / 2) * kTile + j + n] = word;
+        for (int n = 0; n < count; n += 16) {
+            const int rows = count - n < 16 ? count - n : 16;
+            for (int d = 0; d < dim; d += 32) {
+                const __mmask32 mask = first_halves(dim - d);
+                const int words = dim - d < 32 ? (dim - d + 1) / 2 : 16;
+                F row[16];
+#pragma GCC unroll 16
+                for (int i = 0; i < 16; ++i) {
+                    const uint8_t* at = src + (n + i) * static_cast<int64_t>(2 * dim) + 2 * d;
+                    row[i] = f_zero();
+                    if (i < rows) row[i] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask, at));
+                }
+                float* at = reinterpret_cast<float*>(to) + static_cast<int64_t>(d / 2) * kTile + j + n;
+                store_transposed(row, rows, words, at, kTile);
             }
         }
     }
     static void pack_values(const uint8_t* src, StreamType, int dim, int padded, int j, int count,
                             uint32_t* to) {
-        for (int n = 0; n < count; ++n, src += 2 * dim) {
-            uint16_t* row = reinterpret_cast<uint16_t*>(to + static_cast<int64_t>((j + n) / 2) * padded) + (j + n) % 2;
-            for (int d = 0; d < dim; ++d) std::memcpy(row + 2 * d, src + 2 * d, 2);
-            for (int d = dim; d < padded; ++d) row[2 * d] = 0;
+        const int64_t row_bytes = 2 * static_cast<int64_t>(dim);
+        for (int n = j; n < j + count;) {
+            const uint8_t* row = src + (n - j) * row_bytes;
+            uint32_t* words = to + static_cast<int64_t>(n / 2) * padded;
+            const bool pair = n % 2 == 0 && n + 1 < j + count;
+            for (int d = 0; d < padded; d += 16) {
+                const auto mask = static_cast<__mmask16>(first_halves(dim - d < 0 ? 0 : dim - d));
+                const __m512i x = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, row + 2 * d));
+                if (pair) {
+                    const __m512i y = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, row + row_bytes + 2 * d));
+                    _mm512_storeu_si512(words + d, _mm512_or_si512(x, _mm512_slli_epi32(y, 16)));
+                } else if (n % 2 == 0) {
+                    _mm512_mask_storeu_epi16(words + d, 0x55555555u, x);
+                } else {
+                    _mm512_mask_storeu_epi16(words + d, 0xaaaaaaaau, _mm512_slli_epi32(x, 16));
+                }
+            }
+            n += pair ? 2 : 1;
         }
     }
     static inline F store_p(uint32_t* to, int lane, F p) {
@@ -211,6 +251,14 @@ static bool for_each_run(const AttendItem& item, const StreamView& stream, int64
         j += count;
     }
     return true;
+}
+
+// Asks for the bytes of the tile at `base` ahead of their use.
+static inline void prefetch_tile(const AttendItem& item, const StreamView& stream, int64_t base, uint64_t need) {
+    for_each_run(item, stream, base, need, [&](const uint8_t* src, int, int count) {
+        const int64_t bytes = count * stream.dim * stream_width(stream.type);
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(src + i);
+    });
 }
 
 template <class S, int R, int NV>
@@ -434,6 +482,11 @@ static int64_t attend_item_as(const AttendShape& shape, const AttendItem& item, 
         for (int64_t base = unit * kUnit; base < (unit + 1) * kUnit && base <= last; base += kTile) {
             const uint64_t need = visible_mask(shape.params, item.first_position, last, base);
             if (need == 0) continue;
+            if (base + kTile <= last) {
+                const uint64_t next = visible_mask(shape.params, item.first_position, last, base + kTile);
+                prefetch_tile(item, shape.keys, base + kTile, next);
+                prefetch_tile(item, shape.values, base + kTile, next);
+            }
             bool ok = for_each_run(item, shape.keys, base, need, [&](const uint8_t* src, int j, int n) {
                 S::pack_keys(src, shape.keys.type, shape.keys.dim, j, n, b.keys);
             });

@@ -11,7 +11,10 @@ namespace KVERN_PATH {
 
 using kvern::ElementType;
 using kvern::kGroupRows;
+using kvern::kPanelGroups;
 using kvern::QuantRows;
+
+constexpr int kPrefetchAhead = 8192;
 
 // How the codes of one block are laid out; see weights.h for the packed forms.
 template <ElementType T>
@@ -22,7 +25,7 @@ struct Codes {
     static constexpr bool has_offset = T == ElementType::Q4_1 || T == ElementType::Q5_1 ||
                                        T == ElementType::Q4_K || T == ElementType::Q5_K;
     static constexpr bool is_super = T == ElementType::Q4_K || T == ElementType::Q5_K;
-    static constexpr int code_bytes = is_signed ? 512 : is_six ? 384 : has_fifth ? 320 : 256;
+    static constexpr kvern::PackedLayout layout = kvern::packed_layout(T);
     // log2 of the zero point that is taken off the codes, -1 for none
     static constexpr int zero_shift = T == ElementType::Q4_0                          ? 3
                                       : T == ElementType::Q5_0                        ? 4
@@ -30,19 +33,6 @@ struct Codes {
                                       : (is_signed && kSignedNeedsBias)               ? 7
                                                                                       : -1;
 };
-
-template <ElementType T>
-static inline size_t scale_section_bytes(int64_t blocks) {
-    size_t bytes = 0;
-    if (Codes<T>::is_super) {
-        bytes = static_cast<size_t>(blocks / 8) * 320;
-    } else if (Codes<T>::is_six) {
-        bytes = static_cast<size_t>(blocks / 8) * 288;
-    } else {
-        bytes = static_cast<size_t>(blocks) * (Codes<T>::has_offset ? 64 : 32);
-    }
-    return (bytes + 63) / 64 * 64;
-}
 
 // The 64 bytes holding features 4i..4i+3 of the 16 rows.
 template <ElementType T, int QUAD>
@@ -60,19 +50,18 @@ static inline B load_quad(const uint8_t* codes) {
     }
 }
 
+// `chunk` is where the scales of block b's chunk begin.
 template <ElementType T>
-static inline void load_scales(const uint8_t* scales, int64_t b, F& scale, F& offset) {
+static inline void load_scales(const uint8_t* chunk, int64_t b, F& scale, F& offset) {
     if constexpr (Codes<T>::is_super) {
-        const uint8_t* super = scales + b / 8 * 320;
-        const uint8_t* codes = super + 64 + b % 8 * 32;
-        scale = f_mul(f_load_f16(super), f_load_u8(codes));
-        offset = f_mul(f_load_f16(super + 32), f_load_u8(codes + 16));
-        offset = f_sub(f_zero(), offset);
+        const uint8_t* codes = chunk + 64 + b % 8 * 32;
+        scale = f_mul(f_load_f16(chunk), f_load_u8(codes));
+        offset = f_sub(f_zero(), f_mul(f_load_f16(chunk + 32), f_load_u8(codes + 16)));
     } else if constexpr (Codes<T>::has_offset) {
-        scale = f_load_f16(scales + b * 64);
-        offset = f_load_f16(scales + b * 64 + 32);
+        scale = f_load_f16(chunk);
+        offset = f_load_f16(chunk + 32);
     } else {
-        scale = f_load_f16(scales + b * 32);
+        scale = f_load_f16(chunk + b % 2 * 32);
         offset = f_zero();
     }
 }
@@ -105,14 +94,20 @@ static inline void quad_step(const uint8_t* const (&codes)[NG], const int8_t* x,
 template <ElementType T, int NG, int MT>
 static void quant_tile(const uint8_t* group, int64_t group_bytes, const int8_t* x, const BlockMeta* meta,
                        int64_t cols, int64_t blocks, F (&acc)[MT][NG]) {
-    const size_t scale_bytes = scale_section_bytes<T>(blocks);
     for (int t = 0; t < MT; ++t) {
         for (int g = 0; g < NG; ++g) acc[t][g] = f_zero();
     }
     for (int64_t b = 0; b < blocks; ++b) {
         const uint8_t* codes[NG];
+        const uint8_t* chunk[NG];
         for (int g = 0; g < NG; ++g) {
-            codes[g] = group + g * group_bytes + scale_bytes + b * Codes<T>::code_bytes;
+            chunk[g] = group + g * group_bytes + kvern::scales_at(Codes<T>::layout, b);
+            codes[g] = group + g * group_bytes + kvern::codes_at(Codes<T>::layout, b);
+        }
+        if constexpr (MT == 1) {  // bound by memory: keep the stream of weights running ahead
+            for (int i = 0; i < Codes<T>::layout.code_bytes + 64; i += 64) {
+                __builtin_prefetch(codes[0] + kPrefetchAhead + i);
+            }
         }
         const int8_t* xb = x + b * kBlock;
         I dot[MT][NG];
@@ -135,11 +130,10 @@ static void quant_tile(const uint8_t* group, int64_t group_bytes, const int8_t* 
             quad_step<T, NG, MT, 6>(codes, xb, cols, high);
             quad_step<T, NG, MT, 7>(codes, xb, cols, high);
             for (int g = 0; g < NG; ++g) {
-                const uint8_t* super = group + g * group_bytes + b / 8 * 288;
-                const int8_t* sc = reinterpret_cast<const int8_t*>(super + 32 + b % 8 * 32);
+                const int8_t* sc = reinterpret_cast<const int8_t*>(chunk[g] + 32 + b % 8 * 32);
                 const I first = i_from_f(f_load_i8(sc));
                 const I second = i_from_f(f_load_i8(sc + 16));
-                const F scale = f_load_f16(super);
+                const F scale = f_load_f16(chunk[g]);
                 for (int t = 0; t < MT; ++t) {
                     const F xs = f_set1(meta[t * blocks + b].scale);
                     const I joined = i_add(i_mul(dot[t][g], first), i_mul(high[t][g], second));
@@ -160,7 +154,7 @@ static void quant_tile(const uint8_t* group, int64_t group_bytes, const int8_t* 
             quad_step<T, NG, MT, 7>(codes, xb, cols, dot);
             for (int g = 0; g < NG; ++g) {
                 F scale, offset;
-                load_scales<T>(group + g * group_bytes, b, scale, offset);
+                load_scales<T>(chunk[g], b, scale, offset);
                 for (int t = 0; t < MT; ++t) {
                     const BlockMeta& m = meta[t * blocks + b];
                     acc[t][g] = f_fma(f_from_i(dot[t][g]), f_mul(scale, f_set1(m.scale)), acc[t][g]);
@@ -216,7 +210,10 @@ static void quant_groups(const QuantJob& job, int64_t g) {
     quant_tokens<T, NG, kQuantRowTile>(job, g, t);
     if constexpr (kQuantRowTile > 4) quant_tokens<T, NG, 4>(job, g, t);
     if constexpr (kQuantRowTile > 2) quant_tokens<T, NG, 2>(job, g, t);
-    quant_tokens<T, NG, 1>(job, g, t);
+    for (int i = 0; i < NG; ++i) {  // a lone token: one stream of weights, front to back
+        int64_t last = t;
+        quant_tokens<T, 1, 1>(job, g + i, last);
+    }
 }
 
 template <ElementType T>
@@ -251,7 +248,7 @@ static inline F load_weights(const uint8_t* p) {
 }
 
 struct FloatJob {
-    const uint8_t* groups;
+    const uint8_t* panels;
     int64_t group_bytes;
     int64_t num_groups, num_rows;
     const float* x;
@@ -260,19 +257,25 @@ struct FloatJob {
     int64_t out_stride;
 };
 
+// Groups g..g+NG-1, all of one panel that holds `width` groups.
 template <ElementType T, int NG, int MT>
-static void float_tokens(const FloatJob& job, int64_t g, int64_t& t) {
-    constexpr int kStep = T == ElementType::F32 ? 64 : 32;
+static void float_tokens(const FloatJob& job, int64_t g, int64_t width, int64_t& t) {
+    constexpr int kVector = T == ElementType::F32 ? 64 : 32;
+    const int64_t first = g / kPanelGroups * kPanelGroups;
+    const uint8_t* w = job.panels + first * job.group_bytes + (g - first) * kVector;
     for (; t + MT <= job.num_tokens; t += MT) {
         F acc[MT][NG];
         for (int i = 0; i < MT; ++i) {
             for (int j = 0; j < NG; ++j) acc[i][j] = f_zero();
         }
-        const uint8_t* w = job.groups + g * job.group_bytes;
         const float* x = job.x + t * job.cols;
-        for (int64_t k = 0; k < job.cols; ++k) {
+        const uint8_t* at = w;
+        for (int64_t k = 0; k < job.cols; ++k, at += width * kVector) {
             F wk[NG];
-            for (int j = 0; j < NG; ++j) wk[j] = load_weights<T>(w + j * job.group_bytes + k * kStep);
+            for (int j = 0; j < NG; ++j) wk[j] = load_weights<T>(at + j * kVector);
+            if constexpr (MT == 1) {
+                for (int j = 0; j < NG * kVector; j += 64) __builtin_prefetch(at + kPrefetchAhead + j);
+            }
             for (int i = 0; i < MT; ++i) {
                 const F xk = f_set1(x[i * job.cols + k]);
                 for (int j = 0; j < NG; ++j) acc[i][j] = f_fma(wk[j], xk, acc[i][j]);
@@ -284,19 +287,29 @@ static void float_tokens(const FloatJob& job, int64_t g, int64_t& t) {
 }
 
 template <ElementType T, int NG>
-static void float_groups(const FloatJob& job, int64_t g) {
-    int64_t t = 0;
-    float_tokens<T, NG, kFloatRowTile>(job, g, t);
-    if constexpr (kFloatRowTile > 4) float_tokens<T, NG, 4>(job, g, t);
-    if constexpr (kFloatRowTile > 2) float_tokens<T, NG, 2>(job, g, t);
-    float_tokens<T, NG, 1>(job, g, t);
+static void float_groups(const FloatJob& job, int64_t g, int64_t width, int64_t t) {
+    float_tokens<T, NG, kFloatRowTile>(job, g, width, t);
+    if constexpr (kFloatRowTile > 4) float_tokens<T, NG, 4>(job, g, width, t);
+    if constexpr (kFloatRowTile > 2) float_tokens<T, NG, 2>(job, g, width, t);
+    float_tokens<T, NG, 1>(job, g, width, t);
 }
 
 template <ElementType T>
 static void float_product(const FloatJob& job) {
-    int64_t g = 0;
-    for (; g + kFloatGroupTile <= job.num_groups; g += kFloatGroupTile) float_groups<T, kFloatGroupTile>(job, g);
-    for (; g < job.num_groups; ++g) float_groups<T, 1>(job, g);
+    for (int64_t first = 0; first < job.num_groups; first += kPanelGroups) {
+        const int64_t left = job.num_groups - first;
+        const int64_t width = left < kPanelGroups ? left : kPanelGroups;
+        int64_t t = 0;
+        if (width == kPanelGroups && job.num_tokens == 1) {
+            float_tokens<T, kPanelGroups, 1>(job, first, width, t);
+            continue;
+        }
+        int64_t g = 0;
+        for (; g + kFloatGroupTile <= width; g += kFloatGroupTile) {
+            float_groups<T, kFloatGroupTile>(job, first + g, width, 0);
+        }
+        for (; g < width; ++g) float_groups<T, 1>(job, first + g, width, 0);
+    }
 }
 
 static void matmul_float(ElementType type, const uint8_t* groups, int64_t group_bytes, int64_t num_groups,

@@ -243,6 +243,19 @@ void add(Runtime& rt, FloatsOut x, Floats y) {
     rt.add(x.data(), y.data(), static_cast<int64_t>(x.shape(0) * x.shape(1)));
 }
 
+double time_reads(Runtime& rt, RawBytes data) {
+    require(data, "data", 1);
+    nb::gil_scoped_release unlocked;
+    return rt.time_reads(data.data(), static_cast<int64_t>(data.shape(0)));
+}
+
+std::tuple<double, double> time_arithmetic(Runtime& rt, int kind, int64_t rounds) {
+    nb::gil_scoped_release unlocked;
+    double operations = 0;
+    const double seconds = rt.time_arithmetic(static_cast<Arithmetic>(kind), rounds, &operations);
+    return {seconds, operations};
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -269,5 +282,7 @@ NB_MODULE(_native, m) {
              nb::arg("params"), nb::arg("sinks").none(), nb::arg("out").noconvert())
         .def("gated_activation", &gated_activation, nb::arg("gate_up").noconvert(), nb::arg("kind"),
              nb::arg("out").noconvert())
-        .def("add", &add, nb::arg("x").noconvert(), nb::arg("y").noconvert());
+        .def("add", &add, nb::arg("x").noconvert(), nb::arg("y").noconvert())
+        .def("time_reads", &time_reads, "Seconds to read the bytes once with all threads.")
+        .def("time_arithmetic", &time_arithmetic, "(seconds, operations) of a loop in registers.");
 }

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "half.h"
+#include "layout.h"
 #include "simd_avx2.h"
 #include "types.h"
 #include "path.inc"

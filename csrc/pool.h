@@ -45,13 +45,25 @@ private:
     uint64_t generation_ = 0;  // counts forks: a child starts threads of its own
 };
 
-// Hands out [0, total) in chunks to whoever asks.
+// Hands out [0, total) in runs to whoever asks.
 class Counter {
 public:
     bool take(int64_t total, int64_t chunk, int64_t& begin, int64_t& end) {
         begin = next_.fetch_add(chunk, std::memory_order_relaxed);
         end = begin + chunk < total ? begin + chunk : total;
         return begin < total;
+    }
+
+    // Long runs first, shorter ones as the end nears; every border but the last a multiple of `least`.
+    bool take_guided(int64_t total, int threads, int64_t least, int64_t& begin, int64_t& end) {
+        begin = next_.load(std::memory_order_relaxed);
+        do {
+            if (begin >= total) return false;
+            const int64_t share = (total - begin) / (2 * threads) / least * least;
+            end = begin + (share > least ? share : least);
+            if (end > total || threads == 1) end = total;
+        } while (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed));
+        return true;
     }
 
 private:

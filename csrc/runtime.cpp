@@ -44,7 +44,7 @@ void Runtime::grow(Bytes& buffer, size_t& have, size_t need) {
 
 std::unique_ptr<Weight> Runtime::prepare(const std::vector<RawTensor>& tensors, int64_t cols, bool as_float) {
     auto w = std::make_unique<Weight>(tensors, cols, as_float);
-    over_rows(w->groups, cols * kGroupRows, [&](int64_t begin, int64_t end) { w->pack(tensors, begin, end); });
+    over_rows(w->units, cols * kGroupRows, [&](int64_t begin, int64_t end) { w->pack(tensors, begin, end); });
     return w;
 }
 
@@ -59,10 +59,11 @@ void Runtime::matmul(const Weight& w, const float* x, int64_t num_tokens, float*
 
     const int64_t work = num_tokens * w.rows * w.cols;
     const int threads = work < kSmallWork ? 1 : num_threads();
-    const int64_t chunk = std::clamp<int64_t>(round_up(w.groups / (8 * threads), 2), 2, 32);
+    const int64_t least = num_tokens == 1 ? 1 : 2;  // groups go in pairs when there are tokens to share them
     // Activations of this many tokens stay in the second-level cache while weights pass.
-    const int64_t tokens_at_once = std::max<int64_t>(48, (384 << 10) / w.cols / 12 * 12);
-    Counter next_row, next_group;
+    const int64_t row_bytes = w.cols * (w.has_float ? 4 : 1);
+    const int64_t tokens_at_once = std::max<int64_t>(48, (384 << 10) / row_bytes / 12 * 12);
+    Counter next_row, next_unit;
     auto job = [&](const Worker& worker) {
         uint8_t* buffer = own ? worker.scratch : quant_.get();
         auto* codes = reinterpret_cast<int8_t*>(buffer);
@@ -76,12 +77,14 @@ void Runtime::matmul(const Weight& w, const float* x, int64_t num_tokens, float*
             }
             worker.barrier();
         }
-        while (next_group.take(w.groups, chunk, begin, end)) {
-            for (int64_t g = begin; g < end;) {
-                const Segment& s = w.segment_of_group(g);
-                const int64_t count = std::min(end, s.first_group + s.groups) - g;
-                const int64_t row = (g - s.first_group) * kGroupRows;
-                const uint8_t* data = s.data.get() + (g - s.first_group) * s.group_bytes;
+        while (next_unit.take_guided(w.units, threads, least, begin, end)) {
+            for (int64_t u = begin; u < end;) {
+                const Segment& s = w.segment_of_unit(u);
+                const int64_t first = (u - s.first_unit) * s.unit_groups;
+                const int64_t units = std::min(end, s.first_unit + s.units) - u;
+                const int64_t count = std::min(units * s.unit_groups, s.groups - first);
+                const int64_t row = first * kGroupRows;
+                const uint8_t* data = s.data.get() + first * s.group_bytes;
                 for (int64_t t = 0; t < num_tokens; t += tokens_at_once) {
                     const int64_t n = std::min(tokens_at_once, num_tokens - t);
                     float* to = out + t * w.rows + s.first_row + row;
@@ -93,7 +96,7 @@ void Runtime::matmul(const Weight& w, const float* x, int64_t num_tokens, float*
                                                x + t * w.cols, w.cols, n, to, w.rows);
                     }
                 }
-                g += count;
+                u += units;
             }
         }
     };

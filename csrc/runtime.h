@@ -45,6 +45,10 @@ public:
     void gated_activation(const float* gate_up, Activation kind, int64_t rows, int64_t cols, float* out);
     void add(float* x, const float* y, int64_t count);
 
+    // Seconds to read `bytes` once with all threads, and seconds per operation of one kind.
+    double time_reads(const uint8_t* data, int64_t bytes);
+    double time_arithmetic(Arithmetic kind, int64_t rounds, double* operations);
+
 private:
     // Runs f(begin, end) over rows, on one thread when there is little to do.
     template <class Rows>

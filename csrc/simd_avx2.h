@@ -132,6 +132,47 @@ static inline __m256 scale2_half(__m256 p, __m256 n) {
 }
 static inline F f_scale2(F p, F n) { return {scale2_half(p.a, n.a), scale2_half(p.b, n.b)}; }
 
+static inline void transpose8(__m256 (&r)[8]) {
+    __m256 a[8], b[8];
+    for (int i = 0; i < 4; ++i) {
+        a[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+        a[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; ++i) {
+        for (int h = 0; h < 2; ++h) {
+            b[4 * i + 2 * h] = _mm256_shuffle_ps(a[4 * i + h], a[4 * i + 2 + h], 0x44);
+            b[4 * i + 2 * h + 1] = _mm256_shuffle_ps(a[4 * i + h], a[4 * i + 2 + h], 0xee);
+        }
+    }
+    for (int c = 0; c < 4; ++c) {
+        r[c] = _mm256_permute2f128_ps(b[c], b[4 + c], 0x20);
+        r[4 + c] = _mm256_permute2f128_ps(b[c], b[4 + c], 0x31);
+    }
+}
+
+// to[d * stride + n] = rows[n][d] for n < num_rows, d < num_lanes.
+static inline void store_transposed(const F (&rows)[16], int num_rows, int num_lanes, float* to,
+                                    int64_t stride) {
+    for (int half = 0; half < 2 && 8 * half < num_rows; ++half) {
+        const int count = num_rows - 8 * half < 8 ? num_rows - 8 * half : 8;
+        for (int part = 0; part < 2; ++part) {
+            __m256 r[8];
+            for (int n = 0; n < 8; ++n) r[n] = part ? rows[8 * half + n].b : rows[8 * half + n].a;
+            transpose8(r);
+            for (int d = 0; d < 8 && 8 * part + d < num_lanes; ++d) {
+                float* at = to + (8 * part + d) * stride + 8 * half;
+                if (count == 8) {
+                    _mm256_storeu_ps(at, r[d]);
+                } else {
+                    alignas(32) float t[8];
+                    _mm256_store_ps(t, r[d]);
+                    std::memcpy(at, t, static_cast<size_t>(count) * 4);
+                }
+            }
+        }
+    }
+}
+
 static inline I i_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 static inline I i_set1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 static inline I i_add(I x, I y) {

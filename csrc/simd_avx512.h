@@ -90,6 +90,42 @@ static inline F f_round(F a) {
 // p * 2^n for whole n; results past the float range saturate to infinity, tiny ones to zero.
 static inline F f_scale2(F p, F n) { return _mm512_scalef_ps(p, n); }
 
+// to[d * stride + n] = rows[n][d] for n < num_rows, d < num_lanes; moves bits, calculates nothing.
+static inline void store_transposed(const F (&rows)[16], int num_rows, int num_lanes, float* to,
+                                    int64_t stride) {
+    __m512 a[16], b[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+        a[2 * i] = _mm512_unpacklo_ps(rows[2 * i], rows[2 * i + 1]);
+        a[2 * i + 1] = _mm512_unpackhi_ps(rows[2 * i], rows[2 * i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        for (int h = 0; h < 2; ++h) {
+            const __m512d x = _mm512_castps_pd(a[4 * i + h]);
+            const __m512d y = _mm512_castps_pd(a[4 * i + 2 + h]);
+            b[4 * i + 2 * h] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y));
+            b[4 * i + 2 * h + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+        }
+    }
+    const Mask mask = first_lanes(num_rows);
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {  // column c of every 4x4 part
+        const __m512 low01 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0x88);
+        const __m512 low23 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0x88);
+        const __m512 high01 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0xdd);
+        const __m512 high23 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0xdd);
+        const __m512 out[4] = {
+            _mm512_shuffle_f32x4(low01, low23, 0x88), _mm512_shuffle_f32x4(high01, high23, 0x88),
+            _mm512_shuffle_f32x4(low01, low23, 0xdd), _mm512_shuffle_f32x4(high01, high23, 0xdd)};
+#pragma GCC unroll 4
+        for (int q = 0; q < 4; ++q) {
+            const int d = 4 * q + c;
+            if (d < num_lanes) _mm512_mask_storeu_ps(to + d * stride, mask, out[q]);
+        }
+    }
+}
+
 static inline I i_zero() { return _mm512_setzero_si512(); }
 static inline I i_set1(int32_t x) { return _mm512_set1_epi32(x); }
 static inline I i_add(I a, I b) { return _mm512_add_epi32(a, b); }

@@ -113,6 +113,14 @@ static inline F f_scale2(F p, F n) {
     return p * (F)((e1 + 127) << 23) * (F)((e2 + 127) << 23);
 }
 
+// to[d * stride + n] = rows[n][d] for n < num_rows, d < num_lanes.
+static inline void store_transposed(const F (&rows)[16], int num_rows, int num_lanes, float* to,
+                                    int64_t stride) {
+    for (int d = 0; d < num_lanes; ++d) {
+        for (int n = 0; n < num_rows; ++n) to[d * stride + n] = rows[n][d];
+    }
+}
+
 static inline I i_zero() { return I{}; }
 static inline I i_set1(int32_t x) { return I{} + x; }
 static inline I i_add(I a, I b) { return a + b; }

@@ -7,9 +7,11 @@ namespace kvern {
 
 enum class ElementType : int { F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K };
 enum class StreamType : int { FP32, FP16, BF16 };
+enum class Arithmetic : int { INT8, BF16, FP32 };
 enum class Activation : int { SILU, GELU, GELU_TANH };
 
 constexpr int kGroupRows = 16;  // weight rows that lie interleaved, one per vector lane
+constexpr int kPanelGroups = 4;  // groups of a float weight that lie side by side for each feature
 constexpr int kBlock = 32;      // activations share one scale per block of this many features
 constexpr int kTile = 64;       // keys per attention tile, in absolute position
 constexpr int kUnit = 256;      // keys per split unit, in absolute position; whole tiles
@@ -107,6 +109,9 @@ struct KernelTable {
     // Merges a row's unit partials in position order and writes its result.
     void (*attend_merge)(const AttendShape& shape, const float* partial, int64_t num_units, int head,
                          float* out);
+    // For benchmarks: operations done, and a sum over data read.
+    double (*arithmetic_loop)(Arithmetic kind, int64_t rounds, float* sink);
+    float (*read_loop)(const float* data, int64_t count);
 };
 
 const KernelTable* portable_kernels();

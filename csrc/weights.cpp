@@ -1,5 +1,6 @@
 #include "weights.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -9,6 +10,7 @@
 #endif
 
 #include "half.h"
+#include "layout.h"
 #include "raw_blocks.h"
 
 namespace kvern {
@@ -43,57 +45,26 @@ bool is_super(ElementType t) {
     return t == ElementType::Q4_K || t == ElementType::Q5_K || t == ElementType::Q6_K;
 }
 
-struct PackedSizes {
-    size_t scale_section;
-    size_t code_bytes;  // per block of 32
-};
-
-PackedSizes packed_sizes(ElementType t, int64_t cols) {
-    const size_t blocks = static_cast<size_t>(cols / kBlock);
-    size_t scales = 0;
-    size_t codes = 256;
-    switch (t) {
-        case ElementType::Q8_0: scales = blocks * 32, codes = 512; break;
-        case ElementType::Q4_0: scales = blocks * 32; break;
-        case ElementType::Q4_1: scales = blocks * 64; break;
-        case ElementType::Q5_0: scales = blocks * 32, codes = 320; break;
-        case ElementType::Q5_1: scales = blocks * 64, codes = 320; break;
-        case ElementType::Q4_K: scales = blocks / 8 * 320; break;
-        case ElementType::Q5_K: scales = blocks / 8 * 320, codes = 320; break;
-        case ElementType::Q6_K: scales = blocks / 8 * 288, codes = 384; break;
-        default: break;
-    }
-    return {(scales + 63) / 64 * 64, codes};
-}
-
 int64_t group_bytes_of(ElementType t, int64_t cols) {
     if (t == ElementType::F32) return cols * 64;
     if (!is_quantised(t)) return cols * 32;
-    const PackedSizes s = packed_sizes(t, cols);
-    return static_cast<int64_t>(s.scale_section + static_cast<size_t>(cols / kBlock) * s.code_bytes);
+    return group_bytes(packed_layout(t), cols / kBlock);
 }
 
-// Writes one block of one row (lane) into its places.
-void place_scales(ElementType t, const BlockCodes& c, int64_t b, int lane, uint8_t* scales) {
+// Writes one block of one row (lane) into its places; `chunk` is where its chunk begins.
+void place_scales(ElementType t, const BlockCodes& c, int64_t b, int lane, uint8_t* chunk) {
     auto put16 = [lane](uint8_t* at, uint16_t v) { std::memcpy(at + 2 * lane, &v, 2); };
-    if (t == ElementType::Q6_K) {
-        uint8_t* super = scales + b / 8 * 288;
-        if (b % 8 == 0) put16(super, c.d);
-        super[32 + b % 8 * 32 + lane] = c.scale_code;
-        super[32 + b % 8 * 32 + 16 + lane] = c.second_code;
-    } else if (is_super(t)) {
-        uint8_t* super = scales + b / 8 * 320;
-        if (b % 8 == 0) {
-            put16(super, c.d);
-            put16(super + 32, c.m);
-        }
-        super[64 + b % 8 * 32 + lane] = c.scale_code;
-        super[64 + b % 8 * 32 + 16 + lane] = c.second_code;
+    if (is_super(t)) {
+        uint8_t* codes = chunk + (t == ElementType::Q6_K ? 32 : 64) + b % 8 * 32;
+        put16(chunk, c.d);
+        if (t != ElementType::Q6_K) put16(chunk + 32, c.m);
+        codes[lane] = c.scale_code;
+        codes[16 + lane] = c.second_code;
     } else if (t == ElementType::Q4_1 || t == ElementType::Q5_1) {
-        put16(scales + b * 64, c.d);
-        put16(scales + b * 64 + 32, c.m);
+        put16(chunk, c.d);
+        put16(chunk + 32, c.m);
     } else {
-        put16(scales + b * 32, c.d);
+        put16(chunk + b % 2 * 32, c.d);
     }
 }
 
@@ -114,31 +85,28 @@ void place_codes(ElementType t, const BlockCodes& c, int lane, uint8_t* codes) {
 }
 
 // The reverse of the two above, for decoding a row.
-void fetch_block(ElementType t, const uint8_t* group, size_t scale_section, size_t code_bytes, int64_t b,
-                 int lane, BlockCodes& c) {
+void fetch_block(ElementType t, const uint8_t* group, int64_t b, int lane, BlockCodes& c) {
     auto get16 = [lane](const uint8_t* at) {
         uint16_t v;
         std::memcpy(&v, at + 2 * lane, 2);
         return v;
     };
-    const uint8_t* codes = group + scale_section + static_cast<size_t>(b) * code_bytes;
-    if (t == ElementType::Q6_K) {
-        const uint8_t* super = group + b / 8 * 288;
-        c.d = get16(super);
-        c.scale_code = super[32 + b % 8 * 32 + lane];
-        c.second_code = super[32 + b % 8 * 32 + 16 + lane];
-        for (int h = 0; h < 2; ++h) std::memcpy(c.pairs + 4 * h, codes + 256 + 64 * h + 4 * lane, 4);
-    } else if (is_super(t)) {
-        const uint8_t* super = group + b / 8 * 320;
-        c.d = get16(super);
-        c.m = get16(super + 32);
-        c.scale_code = super[64 + b % 8 * 32 + lane];
-        c.second_code = super[64 + b % 8 * 32 + 16 + lane];
+    const uint8_t* chunk = group + scales_at(packed_layout(t), b);
+    const uint8_t* codes = group + codes_at(packed_layout(t), b);
+    if (is_super(t)) {
+        const uint8_t* scales = chunk + (t == ElementType::Q6_K ? 32 : 64) + b % 8 * 32;
+        c.d = get16(chunk);
+        if (t != ElementType::Q6_K) c.m = get16(chunk + 32);
+        c.scale_code = scales[lane];
+        c.second_code = scales[16 + lane];
+        if (t == ElementType::Q6_K) {
+            for (int h = 0; h < 2; ++h) std::memcpy(c.pairs + 4 * h, codes + 256 + 64 * h + 4 * lane, 4);
+        }
     } else if (t == ElementType::Q4_1 || t == ElementType::Q5_1) {
-        c.d = get16(group + b * 64);
-        c.m = get16(group + b * 64 + 32);
+        c.d = get16(chunk);
+        c.m = get16(chunk + 32);
     } else {
-        c.d = get16(group + b * 32);
+        c.d = get16(chunk + b % 2 * 32);
     }
     const int words = t == ElementType::Q8_0 ? 8 : 4;
     for (int v = 0; v < words; ++v) std::memcpy(c.bytes + 4 * v, codes + 64 * v + 4 * lane, 4);
@@ -152,34 +120,38 @@ void fetch_block(ElementType t, const uint8_t* group, size_t scale_section, size
 }
 
 void pack_quantised(const RawTensor& raw, int64_t cols, int64_t first_row, int lanes, uint8_t* group) {
-    const PackedSizes sizes = packed_sizes(raw.type, cols);
+    const PackedLayout layout = packed_layout(raw.type);
     const int64_t row_bytes = raw_row_bytes(raw.type, cols);
     for (int lane = 0; lane < lanes; ++lane) {
         const uint8_t* row = raw.data + (first_row + lane) * row_bytes;
-        uint8_t* codes = group + sizes.scale_section;
-        for (int64_t b = 0; b < cols / kBlock; ++b, codes += sizes.code_bytes) {
+        for (int64_t b = 0; b < cols / kBlock; ++b) {
             BlockCodes c{};
             read_block(raw.type, row, b, c);
-            place_scales(raw.type, c, b, lane, group);
-            place_codes(raw.type, c, lane, codes);
+            place_scales(raw.type, c, b, lane, group + scales_at(layout, b));
+            place_codes(raw.type, c, lane, group + codes_at(layout, b));
         }
     }
 }
 
-void pack_float(const RawTensor& raw, int64_t cols, int64_t first_row, int lanes, uint8_t* group) {
-    const size_t width = raw.type == ElementType::F32 ? 4 : 2;
+// Both write one group of a panel that is `width` groups wide; `group` is its first vector.
+void pack_float(const RawTensor& raw, int64_t cols, int64_t first_row, int lanes, int64_t width, uint8_t* group) {
+    const int64_t size = raw.type == ElementType::F32 ? 4 : 2;
     for (int lane = 0; lane < lanes; ++lane) {
         const uint8_t* row = raw.data + (first_row + lane) * raw_row_bytes(raw.type, cols);
-        uint8_t* to = group + static_cast<size_t>(lane) * width;
-        for (int64_t k = 0; k < cols; ++k) std::memcpy(to + static_cast<size_t>(k) * 16 * width, row + static_cast<size_t>(k) * width, width);
+        uint8_t* to = group + lane * size;
+        for (int64_t k = 0; k < cols; ++k, to += width * kGroupRows * size) {
+            std::memcpy(to, row + k * size, static_cast<size_t>(size));
+        }
     }
 }
 
-void decode_into_float(const RawTensor& raw, int64_t cols, int64_t first_row, int lanes, uint8_t* group) {
+void decode_into_float(const RawTensor& raw, int64_t cols, int64_t first_row, int lanes, int64_t width,
+                       uint8_t* group) {
     std::vector<float> row(static_cast<size_t>(cols));
     for (int lane = 0; lane < lanes; ++lane) {
         decode_raw_row(raw.type, raw.data + (first_row + lane) * raw_row_bytes(raw.type, cols), cols, row.data());
-        for (int64_t k = 0; k < cols; ++k) std::memcpy(group + (k * 16 + lane) * 4, &row[static_cast<size_t>(k)], 4);
+        float* to = reinterpret_cast<float*>(group) + lane;
+        for (int64_t k = 0; k < cols; ++k) to[k * width * kGroupRows] = row[static_cast<size_t>(k)];
     }
 }
 
@@ -191,38 +163,44 @@ Weight::Weight(const std::vector<RawTensor>& tensors, int64_t num_cols, bool as_
         s.type = as_float ? ElementType::F32 : raw.type;
         s.first_row = rows;
         s.rows = raw.rows;
-        s.first_group = groups;
         s.groups = (raw.rows + kGroupRows - 1) / kGroupRows;
         s.group_bytes = group_bytes_of(s.type, cols);
+        s.unit_groups = is_quantised(s.type) ? 1 : kPanelGroups;
+        s.first_unit = units;
+        s.units = (s.groups + s.unit_groups - 1) / s.unit_groups;
         s.data = allocate_bytes(static_cast<size_t>(s.groups * s.group_bytes));
         rows += s.rows;
-        groups += s.groups;
+        units += s.units;
         bytes += static_cast<size_t>(s.groups * s.group_bytes);
         (is_quantised(s.type) ? has_quantised : has_float) = true;
         segments.push_back(std::move(s));
     }
 }
 
-const Segment& Weight::segment_of_group(int64_t group) const {
+const Segment& Weight::segment_of_unit(int64_t unit) const {
     size_t i = 0;
-    while (i + 1 < segments.size() && group >= segments[i].first_group + segments[i].groups) ++i;
+    while (i + 1 < segments.size() && unit >= segments[i].first_unit + segments[i].units) ++i;
     return segments[i];
 }
 
 void Weight::pack(const std::vector<RawTensor>& tensors, int64_t begin, int64_t end) {
-    for (int64_t g = begin; g < end; ++g) {
-        const Segment& s = segment_of_group(g);
+    for (int64_t unit = begin; unit < end; ++unit) {
+        const Segment& s = segment_of_unit(unit);
         const RawTensor& raw = tensors[static_cast<size_t>(&s - segments.data())];
-        const int64_t row = (g - s.first_group) * kGroupRows;
-        const int lanes = static_cast<int>(s.rows - row < kGroupRows ? s.rows - row : kGroupRows);
-        uint8_t* group = s.data.get() + (g - s.first_group) * s.group_bytes;
-        std::memset(group, 0, static_cast<size_t>(s.group_bytes));
-        if (is_quantised(s.type)) {
-            pack_quantised(raw, cols, row, lanes, group);
-        } else if (s.type == raw.type) {
-            pack_float(raw, cols, row, lanes, group);
-        } else {
-            decode_into_float(raw, cols, row, lanes, group);
+        const int64_t first = (unit - s.first_unit) * s.unit_groups;
+        const int64_t count = std::min(s.unit_groups, s.groups - first);
+        uint8_t* at = s.data.get() + first * s.group_bytes;
+        std::memset(at, 0, static_cast<size_t>(count * s.group_bytes));
+        for (int64_t g = 0; g < count; ++g) {
+            const int64_t row = (first + g) * kGroupRows;
+            const int lanes = static_cast<int>(std::min<int64_t>(s.rows - row, kGroupRows));
+            if (is_quantised(s.type)) {
+                pack_quantised(raw, cols, row, lanes, at + g * s.group_bytes);
+            } else if (s.type == raw.type) {
+                pack_float(raw, cols, row, lanes, count, at + g * kGroupRows * (s.type == ElementType::F32 ? 4 : 2));
+            } else {
+                decode_into_float(raw, cols, row, lanes, count, at + g * kGroupRows * 4);
+            }
         }
     }
 }
@@ -233,12 +211,15 @@ void Weight::decode_row(int64_t row, float* out) const {
     const Segment& s = segments[i];
     const int64_t local = row - s.first_row;
     const int lane = static_cast<int>(local % kGroupRows);
-    const uint8_t* group = s.data.get() + local / kGroupRows * s.group_bytes;
+    const int64_t g = local / kGroupRows;
     if (!is_quantised(s.type)) {
-        for (int64_t k = 0; k < cols; ++k) {
-            const uint8_t* at = group + (k * 16 + lane) * (s.type == ElementType::F32 ? 4 : 2);
+        const int64_t size = s.type == ElementType::F32 ? 4 : 2;
+        const int64_t width = s.panel_width(g);
+        const uint8_t* at = s.data.get() + g / kPanelGroups * kPanelGroups * s.group_bytes +
+                            (g % kPanelGroups * kGroupRows + lane) * size;
+        for (int64_t k = 0; k < cols; ++k, at += width * kGroupRows * size) {
             uint16_t h;
-            if (s.type == ElementType::F32) {
+            if (size == 4) {
                 std::memcpy(out + k, at, 4);
                 continue;
             }
@@ -247,10 +228,10 @@ void Weight::decode_row(int64_t row, float* out) const {
         }
         return;
     }
-    const PackedSizes sizes = packed_sizes(s.type, cols);
+    const uint8_t* group = s.data.get() + g * s.group_bytes;
     for (int64_t b = 0; b < cols / kBlock; ++b) {
         BlockCodes c{};
-        fetch_block(s.type, group, sizes.scale_section, sizes.code_bytes, b, lane, c);
+        fetch_block(s.type, group, b, lane, c);
         decode_block(s.type, c, out + b * kBlock);
     }
 }

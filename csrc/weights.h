@@ -1,18 +1,20 @@
 // Weights as the kernels read them: the file's own bits, 16 rows interleaved.
 //
-// A group (16 rows) holds a section of scales and a section of codes, both in block order. Sizes equal
-// the file's, except that K-quants spend 8 instead of 6 bits on a scale (Q4_K +2.8 %, Q5_K +2.3 %).
+// Sizes equal the file's, except that K-quants spend 8 instead of 6 bits on a scale (Q4_K +2.8 %,
+// Q5_K +2.3 %) and Q6_K aligns its scales (+1 %). Chunks are described in layout.h.
 //
 //   codes of a block of 32 features (a quad is 4 features x 16 rows = 64 bytes, row-major)
 //     Q8_0              8 quads of int8
 //     Q4_*              4 x 64 bytes; byte v holds quad v (low nibble) and quad v + 4 (high)
 //     Q5_*              the same, then 8 x 64 mask bits: the fifth bit of quad 0..7
 //     Q6_K              the same as Q4, then 2 x 64 bytes; two-bit field f of byte h: quad 4h + f
-//   scales of a block
-//     Q4_0 Q5_0 Q8_0    16 fp16          Q4_1 Q5_1   16 fp16, 16 fp16 offsets
-//     Q4_K Q5_K         per 256 features: 16 fp16 d, 16 fp16 dmin, 8 x (16 u8 scales, 16 u8 mins)
-//     Q6_K              per 256 features: 16 fp16 d, 8 x (2 x 16 int8 scales)
-//   F32, F16, BF16      no sections: for each feature the 16 rows' values
+//   scales of a chunk
+//     Q4_0 Q5_0 Q8_0    2 blocks: 2 x 16 fp16
+//     Q4_1 Q5_1         1 block: 16 fp16, 16 fp16 offsets
+//     Q4_K Q5_K         8 blocks: 16 fp16 d, 16 fp16 dmin, 8 x (16 u8 scales, 16 u8 mins)
+//     Q6_K              8 blocks: 16 fp16 d, 8 x (2 x 16 int8 scales)
+//   F32, F16, BF16      panels of 4 groups (the last may have fewer): for each feature the values of all
+//                       the panel's rows
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -42,9 +44,17 @@ struct RawTensor {
 struct Segment {
     ElementType type;
     int64_t first_row, rows;
-    int64_t first_group, groups;
+    int64_t groups;
     int64_t group_bytes;
+    int64_t unit_groups;           // groups that threads share out as one: a panel, or 1
+    int64_t first_unit, units;
     Bytes data;
+
+    // Groups of the panel that holds group g.
+    int64_t panel_width(int64_t g) const {
+        const int64_t left = groups - g / kPanelGroups * kPanelGroups;
+        return left < kPanelGroups ? left : kPanelGroups;
+    }
 };
 
 class Weight {
@@ -54,12 +64,12 @@ public:
     Weight(Weight&&) = default;
     Weight(const Weight&) = delete;
 
-    // Packs groups [begin, end) of the whole weight; callable from several threads.
+    // Packs units [begin, end) of the whole weight; callable from several threads.
     void pack(const std::vector<RawTensor>& tensors, int64_t begin, int64_t end);
     void decode_row(int64_t row, float* out) const;
-    const Segment& segment_of_group(int64_t group) const;
+    const Segment& segment_of_unit(int64_t unit) const;
 
-    int64_t rows = 0, cols = 0, groups = 0;
+    int64_t rows = 0, cols = 0, units = 0;
     size_t bytes = 0;
     bool has_quantised = false;  // some segment needs int8 activations
     bool has_float = false;
