@@ -1,8 +1,10 @@
-"""The exactness test that every family goes through: a small random-weight model, saved by transformers,
+"""The exactness test that every family goes through.
+
+A small random-weight model is saved by transformers,
 loaded by kvern, compared logit by logit in float32.
 
-Agree means: every logit lies within 2e-4 of its row's logit range. On a backend that promises it, every way
-of computing a sequence must also give the same bits.
+Agree means: every logit lies within 2e-4 of its row's logit range. On a backend that promises it,
+every way of computing a sequence must also give the same bits.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ class Case:
         family: for the test's name.
         model: class name of the model in transformers; its configuration class is found from it.
         fields: configuration fields; widths are small, and every layer kind is present.
-        real: file in ``shared/data/model_configs`` whose other fields are taken instead of transformers'
-            defaults, where the folder is there.
+        real: file in ``shared/data/model_configs`` whose other fields are taken instead of
+            transformers' defaults, where the folder is there.
         prepare: changes the transformers model before it is saved.
     """
 
@@ -85,7 +87,7 @@ def real_fields(case: Case) -> dict[str, Any]:
 def save_model(
     folder: Path, case: Case, fields: dict[str, Any] | None = None, dtype: str = "float32"
 ) -> Any:
-    """Save the case's model with random weights; returns transformers' model, loaded back in float32."""
+    """Save the case's model with random weights; returns transformers' own, loaded in float32."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.set_num_threads(1)
@@ -110,7 +112,7 @@ def save_model(
 
 
 def randomize(torch: Any, name: str, tensor: Any) -> None:
-    """Weights that a constant start value would leave without effect: norms, biases, sinks, routers."""
+    """Weights that a constant start would leave without effect: norms, biases, sinks, routers."""
     last = name.rsplit(".", 1)[-1]
     if "norm" in name or "ln_" in name or last in ("D", "dt_bias"):
         tensor.add_(torch.randn_like(tensor), alpha=0.3)
@@ -148,11 +150,17 @@ class Saved:
 
 
 def backend_of(name: str, request: pytest.FixtureRequest) -> Backend:
-    """A backend; without the extension a native test is skipped, or fails where it must be there."""
+    """A backend; without the extension a native test is skipped, or fails if it must be there."""
     if name == "native":
         request.getfixturevalue("require_native")
         return NativeBackend(2)
     return ReferenceBackend()
+
+
+def random_ids(decoder: Decoder, count: int, seed: int = 5) -> np.ndarray:
+    """Token ids, int32 ``[count]``."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, decoder.config.vocab_size, count).astype(np.int32)
 
 
 def decoder_of(folder: Path, backend: Backend, weights_format: str = "fp32") -> Decoder:
@@ -191,7 +199,7 @@ class Pool:
         return LayerCache(stream(heads, layer.key_dim), stream(heads, layer.value_dim), 0)
 
     def _state_cache(self, layer: LayerConfig, dtype: str) -> LayerCache:
-        """States in small pages, so that a part crosses their borders; zeros before the first token."""
+        """States in small pages, whose borders their parts cross; zeros before the first token."""
         parts, offset = [], 0
         for name, shape in state_shapes(layer, self.hidden_size):
             part = StatePart(name, shape, dtype)

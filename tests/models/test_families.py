@@ -1,5 +1,6 @@
-"""Every family that has a decoder, by the shared exactness test: tiny models of its own configuration class,
-and of a real configuration with its layers and widths cut.
+"""Every family that has a decoder, by the shared exactness test.
+
+Tiny models of its own configuration class, and of a real configuration, layers and widths cut.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 from tests.models.harness import Case, Saved, backend_of, check_exactness, decoder_of, real_fields
-
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,

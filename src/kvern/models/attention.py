@@ -22,8 +22,8 @@ F32 = npt.NDArray[np.float32]
 class LayerCache:
     """Where one layer's keys and values lie, and which of the step's batches (KV groups) it reads.
 
-    A layer of latent attention has its one stream in `keys`, and no `values`. A layer with a recurrent
-    state has that instead, and one without attention has nothing.
+    A layer of latent attention has its one stream in `keys`, and no `values`. A layer with a
+    recurrent state has that instead, and one without attention has nothing.
     """
 
     keys: PagedStream | None
@@ -75,7 +75,7 @@ class HeadsAttention:
         params: AttendParams,
         rope: RopeTable | None,
     ) -> None:
-        """Args: layer: geometry; params: what `Backend.attend` is told; rope: None for no rotation."""
+        """Args: params: what `Backend.attend` is told; rope: None for no rotation."""
         self.layer = layer
         self.weights = weights
         self.params = params
@@ -114,7 +114,8 @@ class HeadsAttention:
         if layer.query_temperature is not None:
             q *= _temperatures(batch.positions, *layer.query_temperature)
         keys, values = cache.keys, cache.values
-        assert keys is not None and values is not None
+        assert keys is not None
+        assert values is not None
         backend.append(k, keys, batch.slot_mapping)
         backend.append(views.v, values, batch.slot_mapping)
         products = backend.attend(q, keys, values, batch, self.params, views.attended)
@@ -127,7 +128,8 @@ class HeadsAttention:
 
     def _normed(self, backend: Backend, q: F32, k: F32, views: LayerBuffers) -> tuple[F32, F32]:
         """Normed copies; ``all`` norms a token's heads together, else each head alone."""
-        assert self.weights.q_norm is not None and self.weights.k_norm is not None
+        assert self.weights.q_norm is not None
+        assert self.weights.k_norm is not None
         normed = []
         for x, weight, name in ((q, self.weights.q_norm, "q"), (k, self.weights.k_norm, "k")):
             source = views.extra[name].reshape(x.shape)
@@ -144,4 +146,5 @@ class HeadsAttention:
 def _temperatures(positions: npt.NDArray[np.int32], floor: float, factor: float) -> F32:
     """``[T, 1, 1]``; see `LayerConfig.query_temperature`."""
     steps = np.floor((positions.astype(np.float32) + np.float32(1)) / np.float32(floor))
-    return (np.log1p(steps) * np.float32(factor) + np.float32(1))[:, None, None]
+    factors: F32 = np.log1p(steps) * np.float32(factor) + np.float32(1)
+    return factors[:, None, None]

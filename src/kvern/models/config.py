@@ -1,7 +1,7 @@
 """What a decoder needs to know: a declarative description, filled in by each family.
 
-The shared decoder (`kvern.models.decoder`) reads nothing else. What a layer leaves in the cache is described
-separately, in `kvern.spec`, so that planning needs no decoder.
+The shared decoder (`kvern.models.decoder`) reads nothing else. What a layer leaves in the cache is
+described separately, in `kvern.spec`, so that planning needs no decoder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class RopeConfig:
         theta: base of the geometric series of frequencies.
         rotary_dim: how many of a head's dims turn.
         scaling: the ``rope_scaling`` entry of the configuration, or empty.
-        original_max_positions: the length the model was first trained on, where a scaling kind needs it.
+        original_max_positions: the length the model was first trained on, where a scaling kind
+            needs it.
         interleaved: pairs are neighbours, (0, 1), (2, 3), ..., instead of (i, i + rotary_dim / 2).
     """
 
@@ -39,7 +40,8 @@ class RopeConfig:
 class LatentConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), always absorbed.
 
-    The layer's ``key_dim`` is ``latent_dim + rope_dim``, its ``value_dim`` the width of a value head.
+    The layer's ``key_dim`` is ``latent_dim + rope_dim``, its ``value_dim`` the width of a value
+    head.
 
     Attributes:
         latent_dim: compressed keys and values of a token.
@@ -58,7 +60,7 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetConfig:
-    """A gated delta net (Yang et al. 2024, arXiv:2412.06464) with a short convolution over q, k and v."""
+    """A gated delta net (Yang et al. 2024, arXiv:2412.06464), with a convolution over q, k, v."""
 
     num_key_heads: int
     num_value_heads: int
@@ -111,22 +113,26 @@ class ShortConvConfig:
 class ExpertsConfig:
     """A feed-forward layer of routed experts.
 
-    Each token's contributions are summed in order of the expert's id; equal scores go to the lower id.
+    Each token's contributions are summed in order of the expert's id; equal scores go to the lower
+    id.
 
     Attributes:
         num_experts: routed experts.
         num_chosen: experts per token.
         intermediate_size: width of one expert.
-        scoring: ``softmax`` or ``sigmoid`` of all logits; ``softmax_chosen`` or ``sigmoid_chosen``: the logits rank,
-            and the chosen ones become weights.
+        scoring: ``softmax`` or ``sigmoid`` of all logits; ``softmax_chosen`` or ``sigmoid_chosen``:
+            the logits rank, and the chosen ones become weights.
         is_normalized: the chosen scores are divided by their sum.
         routed_scale: factor on the chosen scores.
-        num_groups: experts are split into this many equal groups, of which `num_chosen_groups` compete.
-        group_score: a group's score: the ``max`` of its experts', or the sum of its best two (``top2``).
+        num_groups: experts are split into this many equal groups, of which `num_chosen_groups`
+            compete.
+        group_score: a group's score: the ``max`` of its experts', or the sum of its best two
+            (``top2``).
         scales_input: the score multiplies an expert's input instead of its output (Llama 4).
         shared_size: width of the shared expert that every token uses; 0 for none.
         has_shared_gate: the shared expert's output is multiplied by a learned sigmoid gate.
-        has_score_bias: a bias per expert takes part in the choice, not in the weights (DeepSeek-V3).
+        has_score_bias: a bias per expert takes part in the choice, not in the weights
+            (DeepSeek-V3).
         has_router_bias: the router is affine.
         has_bias: experts' projections are affine.
         activation: as in `LayerConfig`; ``clamped_swiglu`` is gpt-oss's, with `clamp` and `alpha`.
@@ -164,16 +170,19 @@ class LayerConfig:
         window: sliding window; query p sees p-window+1..p. None for all past tokens.
         chunk: query p sees from ``p // chunk * chunk``. None for all past tokens.
         softcap: cap on attention logits, None for none.
-        qk_norm: RMS norm of queries and keys before the rotation: per ``head``, over ``all`` heads at once;
-            ``unit``: per head without a weight, after the rotation (Llama 4); None for none.
+        qk_norm: RMS norm of queries and keys before the rotation: per ``head``, over ``all`` heads
+            at once; ``unit``: per head without a weight, after the rotation (Llama 4); None for
+            none.
         has_sinks: a learned logit per head takes part in the softmax without a value (gpt-oss).
         query_temperature: (floor, factor): queries at position p are multiplied by
-            ``1 + factor * log(1 + floor((p + 1) / floor))`` (arXiv:2501.19399; Llama 4). None for none.
-        has_gate: attention's output is multiplied by a sigmoid gate that the query projection also yields
-            (Qwen3-Next).
+            ``1 + factor * log(1 + floor((p + 1) / floor))`` (arXiv:2501.19399; Llama 4). None for
+            none.
+        has_gate: attention's output is multiplied by a sigmoid gate that the query projection also
+            yields (Qwen3-Next).
         is_gated: the feed-forward part is ``act(gate) * up`` rather than ``act(up)``.
         latent: set for multi-head latent attention.
-        state: set for a token mixer with a recurrent state instead of attention; heads and dims are then 0.
+        state: set for a token mixer with a recurrent state instead of attention; heads and dims are
+            then 0.
         experts: set for a layer of experts.
         has_mixer: the layer has a token mixer at all, and `has_feed_forward` likewise.
     """
@@ -207,13 +216,14 @@ class DecoderConfig:
 
     Attributes:
         norm: ``rms`` or ``layer``.
-        norm_offset: added to the norm weights of a Hugging Face folder (Gemma stores w - 1; a GGUF file of
-            the same model stores w).
+        norm_offset: added to the norm weights of a Hugging Face folder (Gemma stores w - 1; a GGUF
+            file of the same model stores w).
         norm_bias: layer norms carry a bias.
         norm_weight: norms carry a weight at all (OLMo 1 does not).
         tie_embeddings: the output head is the embedding matrix.
         head_bias: the output head carries a bias.
-        is_parallel: attention and feed-forward both read the layer's input, and both are added to it.
+        is_parallel: attention and feed-forward both read the layer's input, and both are added to
+            it.
         embedding_scale: factor on the embedded tokens.
         residual_scale: factor on what each part adds to the residual stream.
         logit_scale: factor on the logits.
@@ -259,10 +269,11 @@ class Family:
         gguf_names: tensor names in a GGUF file; None when the family has no GGUF reader here.
         gguf_rope_interleaved: GGUF files of this family store q and k rows so that rotary pairs are
             neighbours.
-        fused_rows: for files that store q, k and v in one matrix of another row order: the order's row
-            indices, q rows first, then k, then v.
+        fused_rows: for files that store q, k and v in one matrix of another row order: the order's
+            row indices, q rows first, then k, then v.
         is_transposed: matrices of a Hugging Face folder are stored ``[in, out]`` (GPT-2).
-        variant: the family to take instead for a configuration, where one architecture's name covers several.
+        variant: the family to take instead for a configuration, where one architecture's name
+            covers several.
     """
 
     name: str

@@ -1,7 +1,8 @@
-"""The one decoder that every family shares: embed, then per layer attention and feed-forward, then norm.
+"""The one decoder that every family shares: embed, layers of mixer and feed-forward, norm.
 
-It asks a `Backend` for every operation, passes preallocated outputs, and reads keys and values only through
-the cache: also those it has just computed, so that a token's result cannot depend on where a chunk began.
+It asks a `Backend` for every operation, passes preallocated outputs, and reads keys and values only
+through the cache: also those it has just computed, so that a token's result cannot depend on where
+a chunk began.
 
     usual        x += attention(norm(x));                    x += feed_forward(norm(x))
     sandwich     x += norm(attention(norm(x)));              x += norm(feed_forward(norm(x)))
@@ -106,8 +107,8 @@ class Decoder:
             trace: see `LayerTrace`.
 
         Returns:
-            The final normed hidden states ``[T, hidden_size]`` (a view of the workspace, valid until the
-            next call) and the number of query-key products per head, summed over layers.
+            The final normed hidden states ``[T, hidden_size]`` (a view of the workspace, valid
+            until the next call) and the number of query-key products per head, summed over layers.
         """
         buffers = workspace.rows(len(token_ids))
         hidden, products = buffers.hidden, 0
@@ -179,7 +180,8 @@ class Decoder:
         num_positions: int,
     ) -> int:
         backend, views = self.backend, buffers.layers[index]
-        assert layer.mixer is not None and layer.feed_forward is not None
+        assert layer.mixer is not None
+        assert layer.feed_forward is not None
         x = self._normed(layer.attention_norm, buffers)
         products = layer.mixer.run(backend, x, buffers.delta, views, batch, cache, num_positions)
         if layer.mlp_norm is not None:

@@ -71,7 +71,7 @@ class Experts:
         self.weights = weights
 
     def run(self, backend: Backend, x: F32, out: F32, views: LayerBuffers) -> None:
-        """``out [T, hidden]`` for ``x [T, hidden]``: contributions in expert order, then the shared expert."""
+        """``out [T, hidden]`` for ``x``: contributions in expert order, then the shared expert."""
         chosen, weights = self.route(self._router_logits(backend, x))
         out[...] = 0
         for expert in np.unique(chosen):
@@ -93,7 +93,7 @@ class Experts:
         return logits
 
     def route(self, logits: F32) -> tuple[I64, F32]:
-        """Chosen experts and their weights, ``[T, num_chosen]`` each, from logits ``[T, num_experts]``."""
+        """Chosen experts and their weights, ``[T, num_chosen]``, from logits ``[T, num_experts]``."""
         config = self.config
         if config.scoring == "softmax":
             scores = softmax(logits)
@@ -157,7 +157,7 @@ class Experts:
         return result
 
     def _clamped_swiglu(self, gate_up: F32, out: F32) -> None:
-        """gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``, both clamped from above, up also from below."""
+        """gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``, both clamped, gate only from above."""
         limit, half = np.float32(self.config.clamp), gate_up.shape[-1] // 2
         gate = np.minimum(gate_up[:, :half], limit)
         up = np.clip(gate_up[:, half:], -limit, limit)

@@ -1,9 +1,10 @@
-"""Multi-head latent attention, absorbed: the cache holds one compressed vector per token, never heads.
+"""Multi-head latent attention, absorbed: the cache holds one vector per token, never heads.
 
-With k = W_uk c and v = W_uv c for the compressed c of a token, a head's score q·k is (W_uk^T q)·c and its
-output is W_uv times the weighted sum of c. So queries go down into the latent space and results come up from
-it, per head, and attention itself is that of one shared key-value head whose values are its keys' first
-``latent_dim`` elements. It is computed so for one query and for a thousand.
+With k = W_uk c and v = W_uv c for the compressed c of a token, a head's score q·k is (W_uk^T q)·c
+and its output is W_uv times the weighted sum of c. So queries go down into the latent space and
+results come up from it, per head, and attention itself is that of one shared key-value head whose
+values are its keys' first ``latent_dim`` elements. It is computed so for one query and for a
+thousand.
 
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix C.
 """
@@ -26,7 +27,7 @@ F32 = npt.NDArray[np.float32]
 
 @dataclass(slots=True)
 class LatentWeights:
-    """Projections; `k_up` and `v_up` are per head: ``[latent_dim, nope_dim]``, ``[value_dim, latent_dim]``.
+    """Projections; per head `k_up` is ``[latent_dim, nope_dim]``, `v_up` ``[value_dim, latent_dim]``.
 
     `q` projects the layer's input, or the normed `q_down` of it where there is one.
     """
@@ -96,7 +97,7 @@ class LatentAttention:
         cache: LayerCache,
         cos_sin: tuple[F32, F32],
     ) -> None:
-        """Compress each token, norm the latent, turn the rotary key, and store both as one vector."""
+        """Compress each token, norm the latent, turn the rotary key, store both as one vector."""
         weights, latent, down = self.weights, self.latent, views.extra["kv_down"]
         backend.matmul(x, weights.kv_down, down)
         if weights.kv_down_bias is not None:

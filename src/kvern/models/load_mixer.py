@@ -1,4 +1,4 @@
-"""From a layer's description to its token mixer with weights: attention, latent attention, a state."""
+"""From a layer's description to its token mixer with weights."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def _delta_net(loader: Loader, index: int, config: DeltaNetConfig) -> StateWeigh
 
 
 def delta_net_rows(config: DeltaNetConfig) -> npt.NDArray[np.int64]:
-    """Rows of a matrix that holds, per key head, its q, k, v and output gate: all q first, and so on."""
+    """Rows of a matrix that holds, per key head, q, k, v and output gate: all q first, and so on."""
     values = config.num_value_heads // config.num_key_heads * config.value_dim
     borders = np.cumsum([config.key_dim, config.key_dim, values])
     size = int(borders[-1]) + values

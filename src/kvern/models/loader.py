@@ -17,8 +17,9 @@ from kvern.models.weights import WeightSource, transposed
 F32 = npt.NDArray[np.float32]
 
 ROOTS = ("model.language_model.", "language_model.model.", "")
-"""What may stand in a folder for the ``model.`` (or ``transformer.``) before most names: text models inside
-multimodal ones, and checkpoints of the bare model.
+"""What may stand in a folder for the ``model.`` (or ``transformer.``) before most names.
+
+Text models inside multimodal ones, and checkpoints of the bare model.
 """
 
 LONG_FACTORS = "rope_factors_long.weight"
@@ -43,12 +44,13 @@ class Loader:
         names = family.gguf_names if source.is_gguf else family.hf_names
         if names is None:
             raise UnsupportedModelError(
-                f"{family.name} models are read from Hugging Face folders only, and {source.path} is a GGUF file"
+                f"{family.name} models are read from Hugging Face folders only, "
+                f"and {source.path} is a GGUF file"
             )
         if source.is_gguf and LONG_FACTORS in source:
             raise UnsupportedModelError(
-                f"{source.path} has rotary factors for two lengths ({LONG_FACTORS}), which kvern reads from "
-                "Hugging Face folders only"
+                f"{source.path} has rotary factors for two lengths ({LONG_FACTORS}), "
+                "which kvern reads from Hugging Face folders only"
             )
         self.names = names
         self.family = family

@@ -7,20 +7,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Tensor names; ``{i}`` is the layer, ``{e}`` the expert. A bias has its weight's name with ``.bias``.
+    """Tensor names; ``{i}`` is the layer, ``{e}`` the expert. A bias is named as its weight.
 
-    A norm that is None does not exist in the family: the norms named here decide what a layer computes.
+    A norm that is None does not exist in the family: the norms named here decide what a layer
+    computes.
 
     Attributes:
-        attention_norm: before attention; `post_attention_norm`: on what attention adds; likewise `mlp_norm`
-            and `post_mlp_norm`. In a parallel layer without `mlp_norm` both parts read the same normed input.
+        attention_norm: before attention; `post_attention_norm`: on what attention adds; likewise
+            `mlp_norm` and `post_mlp_norm`. In a parallel layer without `mlp_norm` both parts read
+            the same normed input.
         qkv: one matrix for q, k and v, instead of three.
-        gate_up: one matrix for gate and up, instead of two; `gate` None and no `gate_up`: not gated.
-        expert_gate: a matrix per expert where the name has ``{e}``, else one tensor for all experts.
+        gate_up: one matrix for gate and up, instead of two; `gate` None and no `gate_up`: not
+            gated.
+        expert_gate: a matrix per expert where the name has ``{e}``, else one tensor for all
+            experts.
         expert_gate_up: gate and up of all experts in one tensor.
         experts_transposed: tensors of all experts are ``[experts, in, out]``.
         experts_interleaved: rows of `expert_gate_up` alternate: gate, up, gate, up.
-        state_inputs: projections into a mixer with a state, stacked; `state_gates` likewise the second one.
+        state_inputs: projections into a mixer with a state, stacked; `state_gates` likewise the
+            second one.
         k_up, v_up: per head, the absorbed halves of `kv_up` (GGUF).
         rope_factors: ready-made divisors of the rotary frequencies (GGUF).
     """

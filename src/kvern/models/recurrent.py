@@ -1,7 +1,7 @@
 """Token mixers with a state of fixed size: gated delta net, Mamba-2, short convolution.
 
-Projections run for all rows of a step at once; the recurrence runs for each sequence by itself, from the
-state that its pages hold, which it then replaces.
+Projections run for all rows of a step at once; the recurrence runs for each sequence by itself,
+from the state that its pages hold, which it then replaces.
 """
 
 from __future__ import annotations
@@ -138,7 +138,9 @@ class DeltaNet:
     ) -> int:
         """See `HeadsAttention.run`; there are no query-key products."""
         config, weights, state = self.config, self.weights, cache.state
-        assert state is not None and weights.gates is not None and weights.norm is not None
+        assert state is not None
+        assert weights.gates is not None
+        assert weights.norm is not None
         projected = _matmul(backend, x, weights.inputs)
         gates = _matmul(backend, x, weights.gates)
         channels = config.num_channels
@@ -155,7 +157,8 @@ class DeltaNet:
 
     def _recur(self, qkv: F32, gates: F32, state: LayerState, pages: I32) -> F32:
         config, weights = self.config, self.weights
-        assert weights.decay is not None and weights.step_bias is not None
+        assert weights.decay is not None
+        assert weights.step_bias is not None
         heads, width = config.num_value_heads, config.num_key_heads * config.key_dim
         key_shape = (len(qkv), config.num_key_heads, config.key_dim)
         q = self._unit(qkv[:, :width].reshape(key_shape)) * np.float32(config.key_dim**-0.5)
@@ -181,7 +184,8 @@ class DeltaNet:
     def _unit(x: F32) -> F32:
         """Vectors of length 1 along the last axis."""
         x = np.ascontiguousarray(x)
-        return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + UNIT_EPS)
+        unit: F32 = x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + UNIT_EPS)
+        return unit
 
 
 class Mamba:
@@ -204,7 +208,8 @@ class Mamba:
     ) -> int:
         """See `HeadsAttention.run`; there are no query-key products."""
         config, weights, state = self.config, self.weights, cache.state
-        assert state is not None and weights.norm is not None
+        assert state is not None
+        assert weights.norm is not None
         width, channels = config.num_heads * config.head_dim, config.num_channels
         projected = _matmul(backend, x, weights.inputs, weights.inputs_bias)
         mixed = np.empty((len(x), width), np.float32)

@@ -1,7 +1,7 @@
-"""Rotary frequencies and their cos/sin tables. Kinds that depend on the length: as for short sequences.
+"""Rotary frequencies and their cos/sin tables; length-dependent kinds as for short sequences.
 
-Frequencies and angles are float32, as in the models' own training code; a table row depends on its position
-alone, so growing a table never changes an existing row.
+Frequencies and angles are float32, as in the models' own training code; a table row depends on its
+position alone, so growing a table never changes an existing row.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def scaling_kind(scaling: Mapping[str, Any]) -> str:
 def length_limit(rope: RopeConfig) -> int | None:
     """Positions up to which frequencies are those of short sequences; None where they never change.
 
-    longrope and dynamic NTK change every key's rotation once a sequence is longer than the original context;
-    the cache of a shorter one would then be wrong, so the context ends there.
+    longrope and dynamic NTK change every key's rotation once a sequence is longer than the original
+    context; the cache of a shorter one would then be wrong, so the context ends there.
     """
     if scaling_kind(rope.scaling) not in LENGTH_DEPENDENT:
         return None
@@ -44,7 +44,8 @@ def frequencies(rope: RopeConfig, factors: F32 | None = None) -> tuple[F32, floa
 
     Args:
         rope: base, dimension and scaling.
-        factors: divisors per frequency that a file carries ready-made, float32 ``[rotary_dim / 2]``.
+        factors: divisors per frequency that a file carries ready-made, float32 ``[rotary_dim /
+            2]``.
 
     Returns:
         float32 ``[rotary_dim / 2]`` radians per position, and the attention factor (1 except yarn).
@@ -83,12 +84,13 @@ def _original_length(rope: RopeConfig) -> float:
 
 
 def _llama3(plain: F32, rope: RopeConfig) -> F32:
-    """Llama 3.1: long wavelengths divided by the factor, short ones kept, a linear blend between."""
+    """Llama 3.1: long wavelengths divided by the factor, short ones kept, a blend between."""
     factor = float(rope.scaling["factor"])
     low, high = float(rope.scaling["low_freq_factor"]), float(rope.scaling["high_freq_factor"])
     turns = _original_length(rope) * plain / np.float32(2 * math.pi)
     blend = np.clip((turns - low) / (high - low), 0, 1).astype(np.float32)
-    return ((1 - blend) * plain / np.float32(factor) + blend * plain).astype(np.float32)
+    blended: F32 = ((1 - blend) * plain / np.float32(factor) + blend * plain).astype(np.float32)
+    return blended
 
 
 def _longrope(plain: F32, rope: RopeConfig) -> tuple[F32, float]:
@@ -96,7 +98,8 @@ def _longrope(plain: F32, rope: RopeConfig) -> tuple[F32, float]:
     factors = np.asarray(rope.scaling["short_factor"], np.float32)
     if factors.shape != plain.shape:
         raise ModelError(
-            f"rope_scaling has {factors.size} short factors, and {plain.size} frequencies need one each"
+            f"rope_scaling has {factors.size} short factors, "
+            f"and {plain.size} frequencies need one each"
         )
     given = rope.scaling.get("attention_factor")
     if given is not None:

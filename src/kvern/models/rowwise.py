@@ -1,7 +1,7 @@
 """Operations on rows, composed of a backend's own and of elementwise numpy.
 
-A row's result depends on that row alone, bit for bit: reductions run along the contiguous last axis of one
-row, in numpy's fixed order, and no matrix product is used.
+A row's result depends on that row alone, bit for bit: reductions run along the contiguous last axis
+of one row, in numpy's fixed order, and no matrix product is used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Norm:
 def softmax(x: F32) -> F32:
     """Softmax along the last axis of a C-contiguous ``[T, n]``."""
     exponentials = np.exp(x - np.max(x, axis=-1, keepdims=True))
-    return exponentials / np.sum(exponentials, axis=-1, keepdims=True)
+    result: F32 = exponentials / np.sum(exponentials, axis=-1, keepdims=True)
+    return result
 
 
 def sigmoid(x: F32) -> F32:
@@ -58,7 +59,7 @@ def softplus(x: F32) -> F32:
 
 
 def largest(scores: F32, count: int) -> I64:
-    """Indices of the ``count`` largest of each row ``[T, n]``, largest first; a tie goes to the lower index."""
+    """Indices of the ``count`` largest per row, largest first; a tie goes to the lower index."""
     order = np.argsort(-scores, axis=-1, kind="stable")
     return np.ascontiguousarray(order[:, :count])
 

@@ -1,7 +1,8 @@
 """Where a layer's recurrent state lies in the pool, and how it comes and goes.
 
-A sequence has one entry per group of states: its pages, filled one after the other with the states of the
-group's layers. Byte b of an entry is byte ``b % page_bytes`` of its page number ``b // page_bytes``.
+A sequence has one entry per group of states: its pages, filled one after the other with the states
+of the group's layers. Byte b of an entry is byte ``b % page_bytes`` of its page number ``b //
+page_bytes``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights as they lie in their files: memory-mapped, read when used, each shape checked against its need."""
+"""Weights as they lie in their files: memory-mapped, read when used, each shape checked."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ class WeightSource:
     def vector(self, name: str, size: int) -> F32:
         """A vector by name, decoded to float32. Raises as `matrix`."""
         tensor = self._find(name, (size,))
-        return dequantize(self._bytes(tensor), tensor.type, 1, size)[0]
+        vector: F32 = dequantize(self._bytes(tensor), tensor.type, 1, size)[0]
+        return vector
 
     def array(self, name: str, *shape: int) -> F32:
         """A tensor of any shape, decoded to float32. Raises as `matrix`."""
@@ -85,7 +86,7 @@ class WeightSource:
         return dequantize(self._bytes(tensor), tensor.type, rows, shape[-1]).reshape(shape)
 
     def matrices(self, name: str, count: int, rows: int, cols: int) -> list[HostTensor]:
-        """The matrices ``[rows, cols]`` of one tensor ``[count, rows, cols]``, not copied. Raises as `matrix`."""
+        """The matrices of one tensor ``[count, rows, cols]``, not copied. Raises as `matrix`."""
         tensor = self._find(name, (count, rows, cols))
         parts = self._bytes(tensor).reshape(count, -1)
         return [
@@ -122,7 +123,7 @@ def take_rows(tensor: HostTensor, order: npt.NDArray[np.int64]) -> HostTensor:
 
 
 def transposed(tensor: HostTensor) -> HostTensor:
-    """The transposed matrix, decoded to float32 where its elements cannot be moved as they are stored."""
+    """The transposed matrix; decoded to float32 where elements share quantisation blocks."""
     size = {"F32": 4, "F16": 2, "BF16": 2}.get(tensor.type)
     if size is None:
         data = np.ascontiguousarray(decoded(tensor).T).reshape(-1).view(np.uint8)

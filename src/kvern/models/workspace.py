@@ -1,7 +1,7 @@
-"""The decoder's activations: allocated once for the largest step, handed out as views per step size.
+"""The decoder's activations: allocated once for the largest step, handed out as views.
 
-A step of T tokens uses the first T rows of every buffer. Buffers are C-contiguous, so a view of T rows is
-too, and the same T always gets the same addresses.
+A step of T tokens uses the first T rows of every buffer. Buffers are C-contiguous, so a view of T
+rows is too, and the same T always gets the same addresses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class LayerBuffers:
     Attributes:
         qkv: ``[T, qkv_width]``, what the stacked projection writes.
         q, k, v: views of it, ``[T, heads, dim]``, token stride that of `qkv`.
-        attended: ``[T, heads, value_dim]``, and `attended_rows` the same as ``[T, heads * value_dim]``.
+        attended: ``[T, heads, value_dim]``, and `attended_rows` the same as ``[T, heads *
+            value_dim]``.
         gate_up: ``[T, 2 * intermediate]``.
         activated: ``[T, intermediate]``.
         extra: buffers ``[T, width]`` that only some geometries use; see `extra_widths`.
@@ -132,7 +133,7 @@ class Workspace:
 
 
 def qkv_width(layer: LayerConfig) -> int:
-    """Columns of the stacked q, k and v projection, and the gate's where there is one; 0 for a latent."""
+    """Columns of the stacked q, k and v projection, and the gate's if any; 0 for a latent."""
     if layer.latent is not None:
         return 0
     q = layer.num_heads * layer.key_dim

@@ -58,8 +58,8 @@ def family_of(config: Config, gguf_architecture: str | None = None) -> Family:
         gguf_architecture: ``general.architecture`` when the weights are a GGUF file.
 
     Raises:
-        UnsupportedModelError: names the architecture and the known ones, or a quantised form of a folder's
-            weights that kvern does not read.
+        UnsupportedModelError: names the architecture and the known ones, or a quantised form of a
+            folder's weights that kvern does not read.
     """
     if gguf_architecture is not None:
         wanted = [gguf_architecture]

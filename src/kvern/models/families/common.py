@@ -1,4 +1,4 @@
-"""Reading configuration fields so that a missing, wrong or unknown one is named; and the usual layer."""
+"""Reading configuration fields so that a bad one is named; and the usual layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from kvern.errors import ModelError, UnsupportedModelError
 from kvern.models.config import Config, DecoderConfig, LayerConfig, RopeConfig
-from kvern.models.rope import length_limit
+from kvern.models.rope import SCALING_KINDS, length_limit, scaling_kind
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -108,7 +108,8 @@ def layer_kinds(config: Config, known: Sequence[str], default: Sequence[str]) ->
             )
     if len(kinds) != integer(config, "num_hidden_layers"):
         raise ModelError(
-            f"layer_types names {len(kinds)} layers, and num_hidden_layers is {config['num_hidden_layers']}"
+            f"layer_types names {len(kinds)} layers, "
+            f"and num_hidden_layers is {config['num_hidden_layers']}"
         )
     return kinds
 
@@ -144,6 +145,11 @@ def rope_of(
     scaling: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if kind is not None and isinstance(scaling.get(kind), Mapping):
         scaling = scaling[kind]
+    if scaling_kind(scaling) not in SCALING_KINDS:
+        raise UnsupportedModelError(
+            f"rope scaling kind {scaling_kind(scaling)!r} is not one that kvern computes "
+            f"({', '.join(SCALING_KINDS)})"
+        )
     partial = scaling.get("partial_rotary_factor", number(config, "partial_rotary_factor", 1.0))
     rotary_dim = optional_integer(config, "rotary_dim", int(dim * float(partial)))
     base = scaling.get("rope_theta")
@@ -161,7 +167,7 @@ def rope_of(
 
 
 def usual_layer(config: Config, **changes: Any) -> LayerConfig:
-    """Llama's layer as this configuration has it: GQA, rotary, gated; ``changes`` replace fields."""
+    """Llama's layer as this configuration has it; ``changes`` replace fields."""
     heads, head_dim = integer(config, "num_attention_heads"), head_dim_of(config)
     rope = changes.pop("rope", ...)
     layer = LayerConfig(

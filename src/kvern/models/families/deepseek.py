@@ -1,5 +1,6 @@
-"""DeepSeek V2 and V3 (Kimi K2 is V3's architecture) and MiniCPM3: latent attention; in DeepSeek experts that
-compete in groups.
+"""DeepSeek V2 and V3, and MiniCPM3: latent attention.
+
+In DeepSeek, experts compete in groups. Kimi K2 has V3's architecture.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def describe_v3(config: Config) -> DecoderConfig:
 
 
 def describe_minicpm3(config: Config) -> DecoderConfig:
-    """Read a MiniCPM3 configuration: latent attention in every layer, and scaled residuals and logits."""
+    """Read a MiniCPM3 configuration: embeddings, residuals and logits are scaled."""
     count, hidden = integer(config, "num_hidden_layers"), integer(config, "hidden_size")
     layer = _layer(config, integer(config, "intermediate_size"), interleaved=False)
     return usual_decoder(

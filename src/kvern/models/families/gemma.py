@@ -1,5 +1,7 @@
-"""Gemma 1, 2 and 3: norm weights stored as w - 1, scaled embeddings, GELU gates; from 2 on norms before and
-after each part and sliding windows in most layers; in 2 capped logits; in 3 q and k norms and two rotary bases.
+"""Gemma 1, 2 and 3: norm weights stored as w - 1, scaled embeddings, GELU gates.
+
+From 2 on there are norms before and after each part, and sliding windows in most layers. In 2
+attention and final logits are capped; in 3 there are q and k norms and two rotary bases.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from kvern.models.names import GGUF_NAMES, HF_NAMES
 
 FULL, SLIDING = KINDS = ("full_attention", "sliding_attention")
 HIDDEN_PER_HEAD_SCALE = (46, 62)
-"""Layers of the 27B models, whose query scale is that of hidden_size / heads instead of head_dim; GGUF files
-do not say so.
+"""Layers of the 27B models: the query scale is that of hidden_size / heads instead of head_dim.
+
+GGUF files do not say so.
 """
 
 
@@ -37,7 +40,8 @@ def _gemma(
 ) -> DecoderConfig:
     if flag(config, "use_bidirectional_attention"):
         raise UnsupportedModelError(
-            "the model attends to later tokens too, so that a new token changes old ones and nothing can be cached"
+            "the model attends to later tokens too: a new token changes old ones, "
+            "so nothing can be cached"
         )
     return usual_decoder(
         config,
@@ -90,7 +94,7 @@ def describe_gemma2(config: Config) -> DecoderConfig:
 
 
 def describe_gemma3(config: Config) -> DecoderConfig:
-    """Gemma 3: five layers with a window and a rotary base of 10,000, then one without and 1,000,000."""
+    """Gemma 3: five layers with a window and rotary base 10,000, then one of base 1,000,000."""
     config = text_config(config)
     count, period = integer(config, "num_hidden_layers"), config.get("sliding_window_pattern") or 6
     default = [SLIDING if (index + 1) % int(period) else FULL for index in range(count)]

@@ -1,4 +1,4 @@
-"""GPT-2 (learned positions, no rotary) and GPT-NeoX / Pythia (partial rotary, parallel residual)."""
+"""GPT-2 (learned positions) and GPT-NeoX / Pythia (partial rotary, parallel residual)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GPT2_FIELDS = {
 
 
 def grouped_rows(layer: LayerConfig) -> Any:
-    """Rows of a matrix that holds, per KV head, its queries, its key and its value: q first, then k, then v."""
+    """Rows of a matrix that holds, per KV head, its queries, key and value: q first, then k, then v."""
     group = layer.num_heads // layer.num_kv_heads
     shape = layer.num_kv_heads, group + 2, layer.key_dim
     rows = np.arange(layer.num_kv_heads * (group + 2) * layer.key_dim).reshape(shape)

@@ -1,4 +1,4 @@
-"""gpt-oss: alternating windows, a learned sink per head, biases everywhere, experts with a clamped SwiGLU."""
+"""gpt-oss: alternating windows, a learned sink per head, biases, experts with a clamped SwiGLU."""
 
 from __future__ import annotations
 

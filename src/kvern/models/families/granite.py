@@ -1,5 +1,7 @@
-"""Granite: Llama with four factors, on embeddings, attention scores, residuals and logits. Granite 3 is dense
-or has experts; Granite 4 H has Mamba-2 in most layers and a shared feed-forward part beside the experts.
+"""Granite: Llama with four factors, on embeddings, attention scores, residuals and logits.
+
+Granite 3 is dense or has experts; Granite 4 H has Mamba-2 in most layers and a shared feed-forward
+part beside the experts.
 """
 
 from __future__ import annotations

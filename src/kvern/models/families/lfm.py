@@ -22,7 +22,7 @@ CONV, FULL = KINDS = ("conv", "full_attention")
 
 
 def _inner(config: Config) -> int:
-    """Width of the feed-forward part: two thirds of what is stated, scaled, rounded up to a multiple."""
+    """Width of the feed-forward part: two thirds of the stated one, scaled and rounded up."""
     inner = integer(config, "intermediate_size")
     if not flag(config, "block_auto_adjust_ff_dim", True):
         return inner

@@ -1,4 +1,7 @@
-"""The Llama family: RMS norm, rotary GQA, SwiGLU. Llama 2 and 3, SmolLM2, TinyLlama, Mistral, Ministral."""
+"""The Llama family: RMS norm, rotary GQA, SwiGLU.
+
+Llama 2 and 3, SmolLM2, TinyLlama, Mistral, Ministral.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ KINDS = ("full_attention", "sliding_attention")
 
 
 def describe(config: Config) -> DecoderConfig:
-    """Read a Llama or Mistral configuration; a sliding window holds for every layer or for those named.
+    """Read a Llama or Mistral configuration; a window holds for every layer or for those named.
 
     Raises:
         ModelError: a field is missing or not a number.

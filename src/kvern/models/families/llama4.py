@@ -1,5 +1,7 @@
-"""Llama 4's text model: chunked local attention with rotary and unit-norm heads, full layers without either
-but with a query temperature, and experts whose inputs are scaled.
+"""Llama 4's text model: chunked local attention, full layers without rotary, experts.
+
+Chunked layers have rotary and unit-norm heads, full layers neither, but a query temperature. The
+router's score multiplies an expert's input.
 """
 
 from __future__ import annotations

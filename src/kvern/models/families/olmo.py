@@ -22,7 +22,7 @@ FULL, SLIDING = KINDS = ("full_attention", "sliding_attention")
 
 
 def describe(config: Config) -> DecoderConfig:
-    """Read an OLMo 2 or 3 configuration; in OLMo 3 rotary scaling holds for layers without a window."""
+    """Read an OLMo 2 or 3 configuration; in 3 rotary scaling is for layers without a window."""
     count = integer(config, "num_hidden_layers")
     layer = usual_layer(config, qk_norm="all")
     if config.get("sliding_window") is None:

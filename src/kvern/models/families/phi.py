@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama with q, k, v in one matrix and gate, up in another; longrope; sliding windows."""
+"""Phi-3 and Phi-4: Llama with q, k, v in one matrix and gate, up in another; longrope; windows."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ KINDS = ("full_attention", "sliding_attention")
 
 
 def _windows(config: Config) -> list[int | None]:
-    """Each layer's window: none, unless ``use_sliding_window`` switches it on for the later layers."""
+    """Each layer's window: none, unless ``use_sliding_window`` is set, then in the later layers."""
     count = integer(config, "num_hidden_layers")
     if not flag(config, "use_sliding_window") or config.get("sliding_window") is None:
         return [None] * count
@@ -47,7 +47,7 @@ def describe_qwen3(config: Config) -> DecoderConfig:
 def with_experts(
     config: Config, dense: list[LayerConfig], experts: ExpertsConfig
 ) -> list[LayerConfig]:
-    """Experts in every ``decoder_sparse_step``-th layer that ``mlp_only_layers`` does not except."""
+    """Experts in every ``decoder_sparse_step``-th layer not in ``mlp_only_layers``."""
     step, excepted = (
         optional_integer(config, "decoder_sparse_step", 1),
         config.get("mlp_only_layers") or [],
@@ -61,7 +61,7 @@ def with_experts(
 
 
 def experts_of(config: Config, is_normalized: bool, shared_size: int = 0) -> ExpertsConfig:
-    """The experts of a Qwen configuration, with a gated shared one where ``shared_size`` is not 0."""
+    """The experts of a Qwen configuration, with a gated shared one unless ``shared_size`` is 0."""
     return ExpertsConfig(
         num_experts=expert_count(config),
         num_chosen=integer(config, "num_experts_per_tok"),

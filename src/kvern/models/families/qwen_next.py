@@ -1,4 +1,4 @@
-"""Qwen3-Next: three gated delta nets, then one full attention layer with a gate on its output; experts."""
+"""Qwen3-Next: three gated delta nets, then full attention with a gate on its output; experts."""
 
 from __future__ import annotations
 

@@ -1,0 +1,95 @@
+"""Configurations that the decoders do not compute are refused by name, never guessed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvern.errors import KvernError, ModelError, UnsupportedModelError
+from kvern.models.families import FAMILIES, family_of
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+}
+QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "sliding_window": 8}
+QWEN3["use_sliding_window"] = True
+GEMMA3 = {**LLAMA, "architectures": ["Gemma3ForCausalLM"]}
+FALCON = {**LLAMA, "architectures": ["FalconForCausalLM"]}
+DEEPSEEK = {
+    **LLAMA,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "kv_lora_rank": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({**LLAMA, "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM has no decoder here"),
+    ({**LLAMA, "architectures": []}, "not named in the configuration"),
+    ({**LLAMA, "hidden_act": "snake"}, "activation 'snake'"),
+    ({**QWEN3, "layer_types": ["full_attention", "windy_attention"]}, "'windy_attention'"),
+    ({**GEMMA3, "use_bidirectional_attention": True}, "nothing can be cached"),
+    ({**FALCON, "alibi": True}, "alibi True"),
+    ({**DEEPSEEK, "topk_method": "by_lot"}, "topk_method 'by_lot'"),
+    ({**LLAMA, "quantization_config": {"quant_method": "mxfp4"}}, "quantised (mxfp4)"),
+    ({**LLAMA, "rope_scaling": {"rope_type": "spiral", "factor": 2}}, "rope scaling kind 'spiral'"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED, ids=[m for _, m in REFUSED])
+def test_what_is_not_computed_is_refused_by_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError) as refused:
+        family_of(config).describe(config)
+    assert message in str(refused.value)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, "lacks the field 'hidden_size'"),
+    ({**LLAMA, "num_hidden_layers": "two"}, "'num_hidden_layers' is 'two'"),
+    ({**LLAMA, "num_attention_heads": 0}, "'num_attention_heads' is 0"),
+    ({**LLAMA, "rms_norm_eps": "small"}, "'rms_norm_eps' is 'small'"),
+    ({**QWEN3, "layer_types": ["full_attention"]}, "layer_types names 1 layers"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), BAD, ids=[m for _, m in BAD])
+def test_a_bad_field_is_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError) as refused:
+        family_of(config).describe(config)
+    assert message in str(refused.value)
+
+
+def test_the_list_of_known_architectures_is_given() -> None:
+    with pytest.raises(KvernError) as refused:
+        family_of({"architectures": ["T5ForConditionalGeneration"]})
+    for family in FAMILIES:
+        assert all(name in str(refused.value) for name in family.architectures)
+    with pytest.raises(KvernError, match="t5 has no decoder"):
+        family_of({}, "t5")
+
+
+def test_no_architecture_belongs_to_two_families() -> None:
+    for kind in ("architectures", "gguf_architectures"):
+        names = [name for family in FAMILIES for name in getattr(family, kind)]
+        assert len(names) == len(set(names))
+
+
+def test_longrope_ends_the_context_where_its_factors_would_change() -> None:
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    config = {
+        **LLAMA,
+        "architectures": ["Phi3ForCausalLM"],
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 256,
+        "rope_scaling": scaling,
+    }
+    assert family_of(config).describe(config).max_positions == 256
