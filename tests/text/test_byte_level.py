@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -15,7 +18,7 @@ from tests.text.texts import LONG_TEXTS, TEXTS
 
 from kvern.errors import FileFormatError, InputError, UnsupportedModelError
 from kvern.spec.gguf import read_header
-from kvern.text import Tokenizer
+from kvern.text import Detokenizer, Tokenizer
 from kvern.text.pretokenizers import PRE_TOKENIZERS
 
 BYTE_LEVEL_KINDS = sorted(name for name, kind in PRE_TOKENIZERS.items() if kind.byte_level)
@@ -161,6 +164,34 @@ def test_phi3_tokens_swallow_the_space_behind_them() -> None:
     assert tokenizer.encode("<|im_end|> \n Hello") == expected
     assert small("smollm").encode("<|im_end|> \n Hello") != expected
     assert tokenizer.encode("<|endoftext|> Hello") == [0, *tokenizer.encode(" Hello")]
+
+
+def test_almost_empty_texts() -> None:  # SRV-008
+    with_bos, without_bos = small("llama-bpe"), small("smollm")
+    for text in ("", " ", "\u200b", "\x00"):
+        ids = without_bos.encode(text)
+        assert bool(ids) is bool(text)
+        assert without_bos.decode(ids) == text
+        assert with_bos.encode(text)[0] == with_bos.bos_id
+
+
+def test_numpy_ids_are_ids() -> None:
+    tokenizer = small("smollm")
+    ids = np.array(tokenizer.encode("héllo"), dtype=np.int32)
+    assert tokenizer.decode(ids) == "héllo"
+    detokenizer = Detokenizer(tokenizer, ids)
+    assert detokenizer.push(ids[0]) == tokenizer.token_text(ids[0]) == "h"
+    assert tokenizer.is_special(np.int32(2))
+
+
+def test_import_is_light() -> None:
+    heavy = ("jinja2", "numpy", "torch", "transformers", "huggingface_hub", "sentencepiece")
+    code = (
+        "import sys, kvern; before = set(sys.modules); import kvern.text;"
+        f"print([m for m in {heavy} if m in sys.modules and m not in before])"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    assert answer.stdout.decode().strip() == "[]"
 
 
 def test_lone_surrogate_is_refused() -> None:

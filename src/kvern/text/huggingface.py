@@ -1,8 +1,9 @@
 """The tokenizer of a Hugging Face folder, on the `tokenizers` library.
 
-`tokenizer.json` describes the algorithm. The files beside it add what transformers reads from
-them: named special tokens and BOS/EOS rules (`tokenizer_config.json`, `special_tokens_map.json`),
-the ids that end a generation (`generation_config.json`, `config.json`) and chat templates.
+`tokenizer.json` describes the algorithm, and what surrounds a text: `add_bos_token` of the
+configuration does not count beside it. The files around it add what transformers reads from them:
+named special tokens (`tokenizer_config.json`, `special_tokens_map.json`), the ids that end a
+generation (`generation_config.json`, `config.json`) and chat templates.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer
 
 from kvern.errors import FileFormatError, ModelError
 from kvern.text.backend import SpecialIds
@@ -33,7 +34,7 @@ class TokenizerFolder:
 
     Attributes:
         tokenizer_file: the `tokenizer.json`.
-        config: `tokenizer_config.json` over `special_tokens_map.json`.
+        config: `tokenizer_config.json`, completed by `special_tokens_map.json`.
         end_ids: ids that end a generation, as the model's configuration says.
         templates: chat templates.
     """
@@ -56,10 +57,9 @@ def read_folder(path: str | os.PathLike[str]) -> TokenizerFolder:
     if not file.is_file():
         raise ModelError(_what_is_missing(given))
     folder = file.parent
-    config = {
-        **_read_json(folder / "special_tokens_map.json"),
-        **_read_json(folder / "tokenizer_config.json"),
-    }
+    config = _read_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:  # as older files say it
+        config |= _read_json(folder / "special_tokens_map.json")
     return TokenizerFolder(file, config, _end_ids(folder), _templates(folder, config))
 
 
@@ -116,7 +116,6 @@ class HuggingFaceBackend:
         self._tokenizer = _load(folder.tokenizer_file)
         _add_configured_tokens(self._tokenizer, folder.config)
         self._special = _special_ids(self._tokenizer, folder)
-        _update_post_processor(self._tokenizer, folder.config, self._special)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self._rule: PieceRule | None = piece_rule(self._tokenizer.decoder)
@@ -229,7 +228,7 @@ def _special_ids(tokenizer: Tokenizer, folder: TokenizerFolder) -> SpecialIds:
     end_ids = set(folder.end_ids)
     if eos_id is not None:
         end_ids.add(eos_id)
-    add_bos, add_eos = _added_around_text(tokenizer, folder.config, bos_id, eos_id)
+    add_bos, add_eos = _added_around_text(tokenizer, bos_id, eos_id)
     return SpecialIds(
         bos_id=bos_id,
         eos_id=eos_id,
@@ -241,35 +240,10 @@ def _special_ids(tokenizer: Tokenizer, folder: TokenizerFolder) -> SpecialIds:
 
 
 def _added_around_text(
-    tokenizer: Tokenizer, config: Mapping[str, Any], bos_id: int | None, eos_id: int | None
+    tokenizer: Tokenizer, bos_id: int | None, eos_id: int | None
 ) -> tuple[bool, bool]:
     """Whether BOS stands before and EOS behind a text that is encoded with special tokens."""
-    if _is_configured(tokenizer, config):
-        add_bos, add_eos = config.get("add_bos_token"), config.get("add_eos_token")
-        return bool(add_bos) and bos_id is not None, bool(add_eos) and eos_id is not None
     alone = tokenizer.encode("a", add_special_tokens=False).ids
     framed = tokenizer.encode("a", add_special_tokens=True).ids
     start = next((i for i in range(len(framed)) if framed[i : i + len(alone)] == alone), 0)
-    end = start + len(alone)
-    return bos_id in framed[:start], eos_id in framed[end:]
-
-
-def _is_configured(tokenizer: Tokenizer, config: Mapping[str, Any]) -> bool:
-    """Whether the configuration, not the file's post-processor, says what surrounds a text."""
-    explicit = "add_bos_token" in config or "add_eos_token" in config
-    return explicit or tokenizer.post_processor is None
-
-
-def _update_post_processor(
-    tokenizer: Tokenizer, config: Mapping[str, Any], special: SpecialIds
-) -> None:
-    if not _is_configured(tokenizer, config):
-        return
-    template, used = ["$A:0"], []
-    if special.add_bos:
-        template.insert(0, f"{special.texts['bos_token']}:0")
-        used.append((special.texts["bos_token"], special.bos_id))
-    if special.add_eos:
-        template.append(f"{special.texts['eos_token']}:0")
-        used.append((special.texts["eos_token"], special.eos_id))
-    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=used)
+    return bos_id in framed[:start], eos_id in framed[start + len(alone) :]

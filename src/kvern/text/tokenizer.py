@@ -131,7 +131,7 @@ class Tokenizer:
 
     def is_special(self, token_id: int) -> bool:
         """Whether a token is left out of an answer's text."""
-        return self._backend.is_special(token_id)
+        return self._backend.is_special(int(token_id))
 
     def token_bytes(self, token_id: int, first: bool = False) -> bytes:
         """The bytes that a token adds to a text, special tokens included.
@@ -140,7 +140,7 @@ class Tokenizer:
             token_id: any id; one outside the vocabulary adds nothing.
             first: no other token of the text stands before it (its leading space may go).
         """
-        return self._backend.token_bytes(token_id, first=first)
+        return self._backend.token_bytes(int(token_id), first=first)
 
     def token_text(self, token_id: int) -> str:
         r"""A token for display: its text, with bytes that are no whole character as `\xNN`."""
