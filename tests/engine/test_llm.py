@@ -334,3 +334,76 @@ def test_an_interrupt_between_plan_and_commit_leaves_a_sound_engine(
         assert not llm.has_work and llm.stats().in_use_blocks == 0
         llm.check_integrity()
         assert [out.token_ids for out in llm.generate(prompts, greedy())] == expected
+
+
+def test_metrics_add_up_and_parse(make_tiny: Make, prompts: Any) -> None:
+    with make_tiny() as llm:
+        llm.generate(prompts, greedy())
+        llm.generate(prompts, greedy())
+        values = {}
+        for line in llm.metrics().splitlines():
+            if not line.startswith("#"):
+                name, value = line.split(" ")
+                assert name not in values
+                values[name.removeprefix("kvern_")] = int(value)
+    assert values["queries_total"] == values["hits_total"] + values["misses_total"]
+    assert values["queries_total"] == 2 * sum(map(len, prompts))
+    assert values["prompt_tokens_total"] == (
+        values["computed_prompt_tokens_total"] + values["cached_prompt_tokens_total"]
+    )
+    held = values["blocks_free"] + values["blocks_cached"] + values["blocks_in_use"]
+    assert held + 1 == values["blocks"]
+    assert values["generated_tokens_total"] == 2 * 12 * len(prompts)
+
+
+def test_events_tell_what_is_stored_and_removed(make_tiny: Make) -> None:
+    from kvern.core.events import BlocksRemoved, BlocksStored, CacheCleared
+
+    seen: list[Any] = []
+    with make_tiny(kv_memory="64KiB", max_model_len=128) as llm:
+        end = llm.subscribe(seen.append)
+        rng = np.random.default_rng(3)
+        for _ in range(6):
+            llm.generate([rng.integers(0, 300, 60).tolist()], greedy(3))
+        stored = [h for e in seen if isinstance(e, BlocksStored) for h in e.hashes]
+        removed = [h for e in seen if isinstance(e, BlocksRemoved) for h in e.hashes]
+        assert removed
+        assert set(removed) <= set(stored)
+        whole = llm.stats().cached_blocks - 6  # each request's partly filled last block has no hash
+        assert whole <= len(stored) - len(removed) <= llm.stats().cached_blocks
+        llm.reset_cache()
+        assert isinstance(seen[-1], CacheCleared)
+        end()
+        count = len(seen)
+        llm.generate([list(range(40))], greedy(2))
+        assert len(seen) == count
+
+
+def test_a_pinned_prefix_survives_what_would_replace_it(make_tiny: Make) -> None:
+    kept, rng = list(range(48)), np.random.default_rng(1)
+    for pinned in (False, True):
+        with make_tiny(kv_memory="64KiB", max_model_len=128) as llm:
+            llm.generate([kept], greedy(1))
+            if pinned:
+                pin = llm.pin(kept, ttl_s=3600)
+                assert pin.num_tokens == 47  # what a request could find: never the last token
+            for _ in range(8):
+                llm.generate([rng.integers(0, 300, 60).tolist()], greedy(3))
+            (again,) = llm.generate([kept], greedy(1))
+            assert (again.cached_tokens == 47) is pinned
+            if pinned:
+                assert llm.unpin(pin) and not llm.unpin(pin)
+                assert llm.stats().in_use_blocks == 0
+
+
+@pytest.mark.parametrize("replacement", ["lru", "lfu", "fifo", "slru", "gdsf"])
+def test_every_replacement_policy_keeps_answers(
+    make_tiny: Make, prompts: Any, replacement: str
+) -> None:
+    with make_tiny() as llm:
+        expected = [out.token_ids for out in llm.generate(prompts, greedy())]
+    with make_tiny(kv_memory="96KiB", replacement=replacement, max_model_len=256) as llm:
+        for _ in range(3):
+            assert [out.token_ids for out in llm.generate(prompts, greedy())] == expected
+        assert llm.stats().replaced_blocks > 0
+        assert not llm.check_integrity().problems

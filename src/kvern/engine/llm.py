@@ -15,9 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvern.core.events import Subscriber
+from kvern.core.integrity import IntegrityReport
 from kvern.core.sequence import Request
+from kvern.core.stats import CacheStats
 from kvern.engine.loading import LoadedModel, load, require_tokenizer
-from kvern.engine.outputs import RequestOutput, StreamDelta
+from kvern.engine.metrics import prometheus_text
+from kvern.engine.outputs import Pin, RequestOutput, StreamDelta
 from kvern.engine.params import SamplingParams
 from kvern.engine.runner import WorkCounters
 from kvern.engine.sampler import Sampling
@@ -351,12 +355,46 @@ class LLM:
             "bytes_used": used * plan.page_bytes,
         }
 
-    def stats(self) -> Any:
-        """A snapshot of the cache's counters, `kvern.core.stats.CacheStats`."""
+    def stats(self) -> CacheStats:
+        """A snapshot of the cache: blocks free, cached and in use, bytes, and running totals."""
         with self._lock:
             return self._model.scheduler.stats()
 
-    def check_integrity(self, repair: bool = False) -> Any:
+    def metrics(self) -> str:
+        """Counters and gauges in Prometheus' text format; see `kvern.engine.metrics`."""
+        return prometheus_text(self.stats(), self.work)
+
+    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
+        """Follow what happens to cached content: stored, removed, cleared.
+
+        Args:
+            subscriber: called within a step with each `kvern.core.events.CacheEvent`; must be quick.
+
+        Returns:
+            Ends the subscription when called.
+        """
+        with self._lock:
+            return self._model.scheduler.subscribe(subscriber)
+
+    def pin(self, prompt: Prompt, ttl_s: float, params: SamplingParams | None = None) -> Pin:
+        """Keep the stored prefix of a prompt from replacement for a while.
+
+        Args:
+            prompt: whose beginning to hold; only what is stored now is held.
+            ttl_s: for how many seconds. A pin yields earlier when a request could not run otherwise.
+            params: only the cache_salt matters.
+        """
+        with self._lock:
+            request = self._request(self.token_ids(prompt), params or SamplingParams())
+            pin_id, num_tokens = self._model.scheduler.pin(request, ttl_s)
+        return Pin(pin_id, num_tokens)
+
+    def unpin(self, pin: Pin) -> bool:
+        """Release a pin; False when it had already ended."""
+        with self._lock:
+            return self._model.scheduler.unpin(pin.pin_id)
+
+    def check_integrity(self, repair: bool = False) -> IntegrityReport:
         """Verify pool, tables and index against each other; see `Scheduler.check_integrity`."""
         with self._lock:
             return self._model.scheduler.check_integrity(repair=repair)

@@ -126,3 +126,15 @@ class StreamDelta:
     token_ids: tuple[int, ...] = ()
     finish_reason: str | None = None
     output: RequestOutput | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A held prefix.
+
+    Attributes:
+        num_tokens: how many tokens of the prompt are held.
+    """
+
+    pin_id: int
+    num_tokens: int
