@@ -34,9 +34,7 @@ th:first-child, td:first-child { text-align: left; } th { color: var(--soft); fo
 .scroll { overflow-x: auto; } ol.steps li { margin: .45rem 0; } ol.steps b { font-weight: 600; }
 code { font: 13px/1.4 ui-monospace, monospace; } .warning { background: var(--warn-bg);
   color: var(--warn); border-radius: 6px; padding: .5rem .8rem; margin: .5rem 0; }
-svg { width: 100%; height: auto; } svg text { font: 12px system-ui, sans-serif; fill: var(--soft); }
-svg text.name { font-weight: 600; fill: currentColor; } svg text.inside { fill: #fff; }
-svg .grid, svg .tick { stroke: var(--rule); stroke-width: 1; }
+svg { width: 100%; height: auto; }
 """
 
 
@@ -86,7 +84,8 @@ def html_report(
 
 def _setting(answer: Plan) -> str:
     request = answer.request
-    parts = [f"{answer.context:,} tokens per request", f"KV format {request.kv_format or 'auto'}"]
+    kv_format = request.kv_format or "the engine's default format"
+    parts = [f"{answer.context:,} tokens per request", f"KV in {kv_format}"]
     if request.device is not None:
         parts.insert(0, request.device.name)
     for name, degree in (("TP", request.tp), ("PP", request.pp), ("DP", request.dp),
@@ -131,8 +130,9 @@ def _memory_chart(answer: Plan) -> str:
 
 def _rank_table(answer: Plan) -> str:
     rows = [("rank", "layers", "weights", "reserve", "KV budget", "blocks")]
+    uneven = len({rank.num_blocks for rank in answer.per_rank}) > 1
     for rank in answer.per_rank:
-        tight = " (tightest)" if rank.rank == answer.tightest_rank else ""
+        tight = " (tightest)" if uneven and rank.rank == answer.tightest_rank else ""
         rows.append(
             (
                 f"{rank.rank}{tight}",

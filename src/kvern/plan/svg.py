@@ -10,9 +10,13 @@ from html import escape
 COLOURS = ("#2f6db5", "#c8641b", "#2a8a63", "#8457ab", "#a8323e", "#5d6670")
 QUIET = "#9aa5b0"
 QUIET_NAMES = ("left to others",)
+STYLE = (
+    "text{font:12px system-ui,sans-serif;fill:var(--soft,#5d6670)} text.name{font-weight:600}"
+    " text.inside{fill:#fff} .grid,.tick{stroke:var(--rule,#d9dee3);stroke-width:1}"
+)
 WIDTH = 720
 HEIGHT = 360
-LEFT, RIGHT, TOP, BOTTOM = 64, 96, 16, 44
+LEFT, RIGHT, TOP, BOTTOM = 76, 96, 16, 44
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +147,10 @@ def _nice_step(total: float) -> float:
 
 
 def _svg_open(height: float) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" xmlns="http://www.w3.org/2000/svg">'
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" '
+        f'xmlns="http://www.w3.org/2000/svg"><style>{STYLE}</style>'
+    )
 
 
 def _share(value: float, low: float, high: float) -> float:
