@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from kvern.errors import FileFormatError, ModelError, UnsupportedModelError
+from kvern.errors import FileFormatError, KvernError, ModelError, UnsupportedModelError
 from kvern.spec import (
     All,
     Chunk,
@@ -415,3 +418,110 @@ def test_files_that_are_no_configuration(tmp_path: Path, content: bytes) -> None
 def test_families_are_named_once() -> None:
     assert len(FAMILIES) > 90
     assert all(name == family.name for name, family in FAMILIES.items())
+
+
+FIELDS = sorted(
+    {
+        *LLAMA,
+        *[
+            "attention_types",
+            "attn_config",
+            "attn_layer_offset",
+            "attn_layer_period",
+            "attn_type_list",
+        ],
+        *[
+            "compress_ratios",
+            "compress_rates",
+            "conv_L_cache",
+            "dtype",
+            "expert_layer_period",
+            "ffn_dim",
+        ],
+        *["first_k_dense_replace", "full_attention_interval", "full_attn_idxs", "head_dim"],
+        *["hybrid_layer_pattern", "hybrid_override_pattern", "index_head_dim", "index_kpool"],
+        *[
+            "index_topk_pattern",
+            "indexer_types",
+            "kv_lora_rank",
+            "layer_types",
+            "layers_block_type",
+        ],
+        *["linear_attn_config", "mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_n_heads"],
+        *["max_window_layers", "mixer_types", "mlp_layer_types", "mlp_only_layers", "moe_layers"],
+        *[
+            "multi_query",
+            "n_head",
+            "n_layer",
+            "no_rope_layers",
+            "num_experts",
+            "num_kv_shared_layers",
+        ],
+        *[
+            "partial_rotary_factor",
+            "q_lora_rank",
+            "qk_rope_head_dim",
+            "rope_parameters",
+            "rope_scaling",
+        ],
+        *["sliding_window", "sliding_window_pattern", "text_config", "tie_word_embeddings"],
+        *["torch_dtype", "use_sliding_window", "v_head_dim", "_params", "_mamba_layers"],
+    }
+)
+ODD_VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 10),
+    st.floats(),
+    st.text("FSLG*M-x", max_size=5),
+    st.lists(st.one_of(st.integers(-1, 4), st.text("FS", max_size=2)), max_size=5),
+    st.dictionaries(st.sampled_from(["factor", "rope_type", "num_heads", "full_attn_layers"]),
+                    st.one_of(st.none(), st.integers(-1, 9), st.text(max_size=3)), max_size=3),
+)  # fmt: skip
+
+
+COMPLETE = LLAMA | dict.fromkeys(
+    [
+        "sliding_window",
+        "attention_chunk_size",
+        "kv_lora_rank",
+        "q_lora_rank",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "qk_nope_head_dim",
+        "index_head_dim",
+        "indexer_head_dim",
+        "linear_num_key_heads",
+        "linear_num_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_head_dim",
+        "linear_conv_kernel_dim",
+        "mamba_n_heads",
+        "mamba_d_head",
+        "mamba_d_state",
+        "mamba_d_conv",
+        "conv_L_cache",
+        "attn_layer_period",
+        "num_experts",
+        "moe_intermediate_size",
+        "num_experts_per_tok",
+    ],
+    4,
+)
+
+
+@settings(max_examples=2000)
+@given(
+    st.sampled_from(sorted(FAMILIES)),
+    st.dictionaries(st.sampled_from(FIELDS), ODD_VALUES, min_size=1, max_size=3),
+)
+def test_odd_configurations_are_described_or_refused(family: str, changes: dict[str, Any]) -> None:
+    """Whatever a field holds: a description, or one sentence; never another exception."""
+    with contextlib.suppress(KvernError):
+        model = load_model_spec(
+            COMPLETE | {"attn_layer_offset": 1} | changes | {"model_type": family}
+        )
+        assert model.num_layers == len(model.layers)
+        assert model.kv_bytes_per_token >= 0

@@ -63,9 +63,10 @@ def _smollm3_kinds(config: Config) -> Kinds:
 def _exaone4_kinds(config: Config) -> Kinds:
     """`sliding_window_pattern` is a period or a string such as "LLLG", G standing for full."""
     pattern = config.get("sliding_window_pattern")
-    if config.get("sliding_window") is None:
+    if config.get("sliding_window") is None or pattern in (0, ""):
         return all_full(config)
-    period = len(pattern) if isinstance(pattern, str) else pattern or 4
+    is_text = isinstance(pattern, str)
+    period = len(pattern) if is_text else config.integer("sliding_window_pattern", default=4)
     return tuple(SLIDING if (i + 1) % period else FULL for i in range(config.num_layers))
 
 
@@ -109,6 +110,26 @@ QWEN2 = Block(qkv_bias=True)
 QWEN3 = Block(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head")
 GEMMA2 = Block(qkv_bias="attention_bias", out_bias="attention_bias", num_norms=4)
 GEMMA3 = Block("attention_bias", "attention_bias", "head", num_norms=4)
+LLAMA_2_7B = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+MISTRAL_7B = LLAMA_2_7B | {
+    "intermediate_size": 14_336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+}
+GEMMA3_HEADS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+}
 LLAMA4 = Block(
     "attention_bias",
     "attention_bias",
@@ -124,7 +145,8 @@ QWEN_MOE = Moe(every=("decoder_sparse_step", "_moe_offset"))
 
 DENSE_FAMILIES: tuple[Family, ...] = (
     # ------------------------------------------------------------------ full attention throughout
-    *variants(Family("llama", block=LLAMA), "llama", "helium", "exaone", "internlm3"),
+    Family("llama", block=LLAMA, nested_defaults=LLAMA_2_7B),
+    *variants(Family("helium", block=LLAMA), "helium", "exaone", "internlm3"),
     Family("arcee", block=Block("attention_bias", "attention_bias", gated_mlp=False)),
     Family(
         "ernie4_5", block=Block("use_bias", "use_bias", mlp_bias="use_bias"), ties_embeddings=True
@@ -156,9 +178,8 @@ DENSE_FAMILIES: tuple[Family, ...] = (
     ),
     *variants(Family("apertus"), "apertus", "stablelm"),
     # ------------------------------------------------------------------------- one window for all
-    *variants(
-        Family("mistral", window_if_set, block=Block()), "mistral", "ministral", "ministral3"
-    ),
+    Family("mistral", window_if_set, block=Block(), nested_defaults=MISTRAL_7B),
+    *variants(Family("ministral", window_if_set, block=Block()), "ministral", "ministral3"),
     Family("phi3", window_if_set, block=Block()),
     Family(
         "starcoder2",
@@ -176,6 +197,7 @@ DENSE_FAMILIES: tuple[Family, ...] = (
             full_every(6, SLIDING, "sliding_window_pattern", "_sliding_window_pattern"),
             block=GEMMA3,
             ties_embeddings=True,
+            nested_defaults=GEMMA3_HEADS,
         ),
         "gemma3_text",
         "gemma3",
@@ -239,13 +261,7 @@ DENSE_FAMILIES: tuple[Family, ...] = (
         "olmoe",
         block=Block("attention_bias", "attention_bias", "full", moe=Moe(("intermediate_size",))),
     ),
-    *variants(
-        Family("dbrx"),
-        "dbrx",
-        "hunyuan_v1_moe",
-        "ernie4_5_moe",
-        "flex_olmo",
-    ),
+    *variants(Family("ernie4_5_moe"), "ernie4_5_moe", "hunyuan_v1_moe", "flex_olmo"),
     Family(
         "dots1",
         _dots1_kinds,

@@ -69,8 +69,8 @@ DETAIL_FIELDS = (
 """Facts that engines treat differently, handed on as the configuration states them."""
 
 
-def _text_config(values: Mapping[str, Any], source: str) -> tuple[Config, str, str]:
-    """The language model's configuration, its family, and the architecture's name."""
+def _text_config(values: Mapping[str, Any], source: str) -> tuple[Config, str, str, bool]:
+    """The language model's configuration, its family, the architecture, and whether it was nested."""
     outer = Config(values, source)
     family = outer.text("model_type") or ""
     architectures = outer.strings("architectures") or ()
@@ -82,12 +82,12 @@ def _text_config(values: Mapping[str, Any], source: str) -> tuple[Config, str, s
         config = Config({**inherited, **config.table(nested).values}, source)
         family = config.text("model_type") or family
         refuse_uncacheable(config, family)
-    return config, family, architecture
+    return config, family, architecture, config is not outer
 
 
 def describe(values: Mapping[str, Any], name: str) -> ModelSpec:
     """Describe the layers of a configuration in `config.json` form; see `load_model_spec`."""
-    config, family_name, architecture = _text_config(values, name)
+    config, family_name, architecture, is_nested = _text_config(values, name)
     family = FAMILIES.get(WRAPPED_BY.get(family_name, family_name))
     if family is None:
         what = f"model_type {family_name!r}" if family_name else "no model_type"
@@ -95,6 +95,8 @@ def describe(values: Mapping[str, Any], name: str) -> ModelSpec:
             f"{name}: {what} ({architecture or 'no architecture'}) is not among the families whose "
             f"cache is known: {', '.join(sorted(FAMILIES))}"
         )
+    if is_nested:
+        config = Config({**family.nested_defaults, **config.values}, name)
     config = family.translate(config)
     layers = family.layers(config)
     parameters, counted, missing = _count_parameters(config, family, layers)

@@ -58,6 +58,8 @@ class Family:
         default_mtp_layers: their number where no field states it.
         mtp_kind: the kind of those layers.
         translate: renames this family's own spellings to the usual ones first.
+        nested_defaults: what absent fields mean where this family's configuration lies inside
+            another model's: transformers writes only what differs from the class's defaults there.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Family:
     default_mtp_layers: int = 0
     mtp_kind: str = FULL
     translate: Callable[[Config], Config] = field(default=lambda config: config)
+    nested_defaults: Mapping[str, object] = field(default_factory=dict)
 
     def kinds(self, config: Config) -> Kinds:
         """The kind of every layer.

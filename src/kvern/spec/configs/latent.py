@@ -34,7 +34,8 @@ def without_shared_index_keys(
     if modes is None:
         pattern = config.get("index_topk_pattern")
         if pattern is not None:
-            modes = tuple({"F": "full", "S": "shared"}.get(mode, mode) for mode in pattern)
+            letters = pattern if isinstance(pattern, str) else config.strings("index_topk_pattern")
+            modes = tuple({"F": "full", "S": "shared"}.get(mode, mode) for mode in letters or ())
         else:
             frequency = config.integer("index_topk_freq", default=1)
             offset = config.integer("index_skip_topk_offset", default=2, minimum=0)

@@ -94,10 +94,13 @@ def _gpt_neo_names(config: Config) -> Config:
 
 def _gpt_neo_kinds(config: Config) -> Kinds:
     """`attention_types` is a list of (pattern, repetitions); absent means global and local."""
+    names = {"global": FULL, "local": SLIDING}
     kinds: list[str] = []
-    for pattern, repetitions in config.get("attention_types") or [[["global", "local"], 12]]:
-        names = {"global": FULL, "local": SLIDING}
-        kinds += [names.get(kind, str(kind)) for kind in pattern] * int(repetitions)
+    try:
+        for pattern, repetitions in config.get("attention_types") or [[["global", "local"], 12]]:
+            kinds += [names.get(kind, str(kind)) for kind in pattern] * int(repetitions)
+    except (TypeError, ValueError):
+        config.refuse("attention_types must be a list of pairs: a list of kinds, and a number")
     return tuple(kinds)
 
 
@@ -171,6 +174,7 @@ LEGACY_FAMILIES: tuple[Family, ...] = (
         ties_embeddings=True,
         translate=_mpt_names,
     ),
+    Family("dbrx", translate=_mpt_names),
     Family(
         "falcon",
         block=Block(

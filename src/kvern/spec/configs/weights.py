@@ -250,12 +250,14 @@ def mlp_weights(config: Config, block: Block, width: int) -> int:
 def dense_width(config: Config, block: Block, index: int) -> int:
     """Intermediate size of a layer without experts; a list states it per layer."""
     names = block.moe.dense_width if block.moe else block.mlp_width
-    value = config.get(*names)
+    name = next((name for name in names if config.get(name) is not None), names[0])
+    value = config.get(name)
     if value is None and block.mlp_width_factor is not None:
         return block.mlp_width_factor * config.hidden_size
     if isinstance(value, list):
-        return (config.integers(names[0], config.num_layers) or ())[index]
-    return config.integer(*names)
+        widths = config.integers(name, config.num_layers)
+        return widths[index] if widths else 0
+    return config.integer(name)
 
 
 def has_experts(config: Config, moe: Moe, index: int) -> bool:
