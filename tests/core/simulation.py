@@ -193,30 +193,33 @@ class PretendExecutor:
                     self.states[page] = (start + length, found[start + length - 1])
                 continue
             size = rule.block_size
-            for position in range(start, start + length):
-                block = int(table.blocks[position // size])
+            positions = np.arange(start, start + length)
+            blocks = table.blocks[positions // size]
+            for block in set(blocks.tolist()):
                 assert block != 0
-                if position == start or position % size == 0:
-                    self._may_write(block)
-                self.slots[block, position % size] = found[position]
+                self._may_write(block)
+            self.slots[blocks, positions % size] = found[start : start + length]
 
     def _look(self, piece):
         seq = piece.seq
         found = self.fingerprints(seq)
-        queries = range(piece.start, piece.start + piece.length)
+        start, end = piece.start, piece.start + piece.length
         for rule, table in zip(self.scheduler.state.rules, seq.tables, strict=True):
             if rule.is_state:
                 continue
             size = rule.block_size
-            needed = {p for q in queries for a, b in rule.reach.sees(q) for p in range(a, b)}
-            for position in needed:
-                block = int(table.blocks[position // size])
-                assert block != 0, f"position {position} of group {rule.index} is gone"
-                value = int(self.slots[block, position % size])
-                assert value == found[position], (
-                    f"sequence {seq.seq_id}: position {position} of group {rule.index} in block "
-                    f"{block} holds another prefix"
-                )
+            is_needed = np.zeros(end, np.bool_)
+            for query in (end - 1,) if rule.is_full else range(start, end):
+                for first, stop in rule.reach.sees(query):
+                    is_needed[first:stop] = True
+            positions = np.flatnonzero(is_needed)
+            blocks = table.blocks[positions // size]
+            assert blocks.all(), f"a position of group {rule.index} is gone"
+            wrong = self.slots[blocks, positions % size] != np.array(found)[positions]
+            assert not wrong.any(), (
+                f"sequence {seq.seq_id}: position {positions[wrong][0]} of group {rule.index} in "
+                f"block {blocks[wrong][0]} holds another prefix"
+            )
 
     def _sample(self, piece):
         seq = piece.seq
