@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from kvern.plan.request import PlanRequest
 from kvern.spec.content import Heads, Index, Latent, State
+from kvern.spec.layers import ModelSpec
 
 GIB = 2**30
 
@@ -46,10 +47,16 @@ def round_up(value: int, multiple: int) -> int:
 
 def canonical_format(kv_format: str | None, model_dtype: str | None) -> str:
     """A KV format's one name; "auto" or nothing is the model's own dtype."""
-    name = (kv_format or "auto").strip().lower()
+    name = ((kv_format or "").lower().split() or ["auto"])[0]
     if name == "auto":
         name = (model_dtype or "bf16").lower()
     return ALIASES.get(name, name)
+
+
+def serving_dtype(model: ModelSpec) -> str:
+    """The dtype in which GPU engines run a model: its own, fp16 where that is 32 bits."""
+    dtype = canonical_format(None, model.torch_dtype)
+    return "fp16" if dtype == "fp32" else dtype
 
 
 def num_elements(content: Heads | Latent | Index) -> int:

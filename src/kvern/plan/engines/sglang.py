@@ -21,42 +21,28 @@ from kvern.plan.engines.base import (
     cdiv,
     largest_fitting,
     num_elements,
+    serving_dtype,
     state_bytes,
+)
+from kvern.plan.engines.sglang_rules import (
+    CHUNKED_PREFILL_TOKENS,
+    DENSE_LATENT_BACKENDS,
+    HYBRID_WINDOW,
+    INDEX_IN_PRINT,
+    INDEX_PAGE,
+    INDEX_SCALE_GROUP,
+    RUNTIME_RESERVE,
+    STATE_RATIO,
+    UTILIZATION,
+    WINDOW_RATIO,
 )
 from kvern.plan.request import PlanRequest
 from kvern.plan.result import Allocation, Budget, Group, Pool, Step
 from kvern.plan.shards import RankCache, has_index, rank_caches, stage_layers, stage_of
-from kvern.plan.versions import EngineVersion, Since, parse_version, rule_at
+from kvern.plan.versions import EngineVersion, parse_version, rule_at
 from kvern.spec.budget import format_size
 from kvern.spec.content import Index, Latent, State, StatePart
 from kvern.spec.reach import Chunk, Window
-
-WINDOW_RATIO = Fraction(4, 5)
-STATE_RATIO = 0.9
-"""Default share of state memory to KV memory where the number of slots is not given."""
-
-CHUNKED_PREFILL_TOKENS = 8192
-RUNTIME_RESERVE = 2**30
-INDEX_SCALE_GROUP = 128
-
-INDEX_IN_PRINT = (
-    (Since(), False),
-    (Since(release=(0, 5, 4)), True),
-)
-"""Whether the printed size counts the index keys of sparse attention; before, it left them out."""
-
-HYBRID_WINDOW = (
-    (Since(), ()),
-    (
-        Since(release=(0, 5)),
-        ("Llama4", "GptOss", "MiMoV2", "Step3p5", "Gemma4"),
-    ),
-)
-"""Architectures whose window layers get a smaller pool; other models keep windows in full."""
-
-INDEX_PAGE = 64
-DENSE_LATENT_BACKENDS = ("trtllm", "trtllm_mla")
-"""Backends that keep an fp8 latent as plain elements (576 B) instead of packed (656 B)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +79,7 @@ def _latent_bytes(content: Latent, request: PlanRequest, kv_format: str, sparse:
 
 
 def _format(request: PlanRequest) -> str:
-    kv_format = canonical_format(request.kv_format, request.model.torch_dtype)
+    kv_format = canonical_format(request.kv_format, serving_dtype(request.model))
     if kv_format not in FORMAT_BYTES:
         raise UsageError(
             f"SGLang stores no KV format {kv_format!r}: choose auto, {', '.join(FORMAT_BYTES)}"
@@ -142,7 +128,7 @@ def _states(request: PlanRequest, caches: tuple[RankCache, ...]) -> list[State]:
     dtype = canonical_format(request.state_dtype, None) if request.state_dtype else "fp32"
     if dtype not in DTYPE_BYTES:
         raise UsageError(f"--state-dtype {dtype!r} does not exist: choose fp32, bf16 or fp16")
-    model_dtype = canonical_format(None, request.model.torch_dtype)
+    model_dtype = serving_dtype(request.model)
     states: list[State] = []
     for cache in caches:
         if isinstance(cache.content, State):
@@ -178,13 +164,20 @@ def _slots(request: PlanRequest, rank: _Rank, kv_bytes: int | None) -> int:
     return int(kv_bytes * share) // rank.slot_bytes
 
 
+def _states_come_on_top(request: PlanRequest) -> bool:
+    """Whether bytes for KV are for tokens alone: both they and the slots were given."""
+    return request.kv_memory is not None and request.slots is not None
+
+
 def _tokens(request: PlanRequest, rank: _Rank, kv_bytes: int | None, page: int) -> int:
     """Tokens of the full pool (of the window pool, if that is all there is); 0 without either."""
     if request.num_tokens is not None:
         return request.num_tokens // page * page
     if request.num_blocks is not None:
         return request.num_blocks * page
-    left = (kv_bytes or 0) - _slots(request, rank, kv_bytes) * rank.slot_bytes
+    left = kv_bytes or 0
+    if not _states_come_on_top(request):
+        left -= _slots(request, rank, kv_bytes) * rank.slot_bytes
     per_token = rank.cells.per_full_token()
     return max(int(left / per_token), 0) // page * page if per_token else 0
 
@@ -354,7 +347,9 @@ def _steps(
         )
     given = request.num_tokens is not None or request.num_blocks is not None
     if not given and budget.kv_bytes is not None:
-        left = budget.kv_bytes - slots * rank.slot_bytes
+        left = budget.kv_bytes
+        if not _states_come_on_top(request):
+            left -= slots * rank.slot_bytes
         steps.append(
             Step(
                 "tokens",
@@ -375,13 +370,15 @@ def _assumptions(request: PlanRequest, rank: _Rank, has_window: bool) -> tuple[s
         notes.append(
             f"the window pool is {float(WINDOW_RATIO)} of the full pool, whatever the window"
         )
+    if rank.states and _states_come_on_top(request):
+        notes.append("--kv-memory is for tokens; the states of --slots come on top")
     if rank.states and request.slots is None:
         notes.append(f"states take {STATE_RATIO} of what KV takes (--slots sets their number)")
     return tuple(notes)
 
 
 def _utilization(_request: PlanRequest) -> float:
-    return 0.88
+    return UTILIZATION
 
 
 def _reserve(request: PlanRequest) -> tuple[int, str]:

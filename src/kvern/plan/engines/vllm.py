@@ -269,7 +269,13 @@ def _group_term(term: tuple[int, PagedLayer, int], run: _Run, context: int) -> s
 def _assumptions(run: _Run) -> tuple[str, ...]:
     notes = list(run.layout.notes)
     kinds = {layer.kind for layer in run.layers}
-    if kinds & {"sliding", "chunked"} and run.request.max_batched_tokens is None:
+    local = bool(kinds & {"sliding", "chunked"})
+    if local and run.request.max_batched_tokens is not None and run.rules.batches_in_flight > 1:
+        notes.append(
+            f"--max-batched-tokens is taken as all tokens in flight: asynchronous scheduling keeps "
+            f"{run.rules.batches_in_flight} batches, so give their sum"
+        )
+    if local and run.request.max_batched_tokens is None:
         tokens, why = in_flight_tokens(run.request, run.rules)
         notes.append(f"{tokens:,} tokens in flight ({why}; --max-batched-tokens sets them)")
     if "state" in kinds and run.request.state_mode is None:

@@ -13,6 +13,7 @@ from kvern.plan.engines.base import (
     cdiv,
     num_elements,
     round_up,
+    serving_dtype,
 )
 from kvern.plan.facts import is_delta_attention, named_state_dtype, query_key_dim
 from kvern.plan.request import PlanRequest
@@ -154,7 +155,7 @@ def token_bytes(content: Heads | Latent | Index, kv_format: str, beside_latent: 
 
 def kv_format_of(request: PlanRequest, caches: tuple[RankCache, ...]) -> str:
     """The stored format; fp8 beside sparse attention's index keys is the packed fp8_ds_mla."""
-    kv_format = canonical_format(request.kv_format, request.model.torch_dtype)
+    kv_format = canonical_format(request.kv_format, serving_dtype(request.model))
     is_compressed = any(c.stride > 1 and isinstance(c.content, Latent | Heads) for c in caches)
     if is_compressed or (kv_format == "fp8" and has_latent(caches) and has_index(caches)):
         return "fp8_ds_mla"
@@ -170,7 +171,7 @@ def state_of(content: State, request: PlanRequest) -> State:
     named = request.state_dtype or named_state_dtype(request.model)
     if named is None and is_delta_attention(content):
         named = "fp32"
-    model_dtype = canonical_format(None, request.model.torch_dtype)
+    model_dtype = serving_dtype(request.model)
     dtype = canonical_format(named, None) if named is not None else model_dtype
     if dtype not in DTYPE_BYTES:
         raise UsageError(f"--state-dtype {dtype!r} does not exist: choose fp32, bf16 or fp16")
