@@ -338,6 +338,28 @@ def test_text_models_inside_others(wrapper: str) -> None:
     assert model.kv_bytes_per_token == load_model_spec(LLAMA).kv_bytes_per_token
 
 
+def test_nested_configurations_leave_out_their_class_defaults() -> None:
+    """As published: LLaVA-1.5's and Gemma 3 4B's text configurations state only differences."""
+    vicuna = {"model_type": "llama", "vocab_size": 32_064, "max_position_embeddings": 4096}
+    model = load_model_spec({"model_type": "llava", "text_config": vicuna})
+    assert model.kv_bytes_per_token == 524_288
+    assert model.parameters is not None
+    assert model.parameters.total == 6_738_415_616 + 2 * 64 * 4096
+    gemma = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10_240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
+    model = load_model_spec({"model_type": "gemma3", "text_config": gemma})
+    assert model.layers[0].caches[0].content == Heads(4, 256, 256)
+    assert model.parameters is not None
+    assert model.parameters.total == 3_880_263_168
+    with pytest.raises(MissingFieldError, match="num_hidden_layers"):
+        load_model_spec(vicuna)
+
+
 def test_nemotron_pattern_and_minimax_list() -> None:
     mamba = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 6, "conv_kernel": 4}
     model = load_model_spec(llama(model_type="nemotron_h", hybrid_override_pattern="M-*E", **mamba))

@@ -6,6 +6,8 @@ which vectors (biases, norms) stand beside the matrices.
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvern.spec.configs.caches import Caches, heads, indexed_attention
 from kvern.spec.configs.family import (
     HEADS_BY_KIND,
@@ -105,11 +107,16 @@ def _mimo_kinds(config: Config) -> Kinds:
     return tuple(FULL if i == 0 or (i + 1) % 6 == 0 else SLIDING for i in range(config.num_layers))
 
 
-LLAMA = Block(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias")
+def _optionally_biased(**differences: Any) -> Block:
+    """A block whose attention has biases where `attention_bias` says so."""
+    return Block(qkv_bias="attention_bias", out_bias="attention_bias", **differences)
+
+
+LLAMA = _optionally_biased(mlp_bias="mlp_bias")
 QWEN2 = Block(qkv_bias=True)
-QWEN3 = Block(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head")
-GEMMA2 = Block(qkv_bias="attention_bias", out_bias="attention_bias", num_norms=4)
-GEMMA3 = Block("attention_bias", "attention_bias", "head", num_norms=4)
+QWEN3 = _optionally_biased(qk_norm="head")
+GEMMA2 = _optionally_biased(num_norms=4)
+GEMMA3 = _optionally_biased(qk_norm="head", num_norms=4)
 LLAMA_2_7B = {
     "vocab_size": 32_000,
     "hidden_size": 4096,
@@ -130,9 +137,7 @@ GEMMA3_HEADS = {
     "vocab_size": 262_208,
     "max_position_embeddings": 131_072,
 }
-LLAMA4 = Block(
-    "attention_bias",
-    "attention_bias",
+LLAMA4 = _optionally_biased(
     moe=Moe(
         ("intermediate_size",),
         ("intermediate_size_mlp",),
@@ -147,7 +152,7 @@ DENSE_FAMILIES: tuple[Family, ...] = (
     # ------------------------------------------------------------------ full attention throughout
     Family("llama", block=LLAMA, nested_defaults=LLAMA_2_7B),
     *variants(Family("helium", block=LLAMA), "helium", "exaone", "internlm3"),
-    Family("arcee", block=Block("attention_bias", "attention_bias", gated_mlp=False)),
+    Family("arcee", block=_optionally_biased(gated_mlp=False)),
     Family(
         "ernie4_5", block=Block("use_bias", "use_bias", mlp_bias="use_bias"), ties_embeddings=True
     ),
@@ -163,17 +168,13 @@ DENSE_FAMILIES: tuple[Family, ...] = (
     Family("qwen2", window_from_layer, block=QWEN2),
     Family("qwen3", window_from_layer, block=QWEN3),
     Family("seed_oss", block=Block(qkv_bias="attention_bias", out_bias="attention_out_bias")),
-    Family("olmo", block=Block("attention_bias", "attention_bias", num_norms=0), final_norm=0),
-    Family("olmo2", block=Block("attention_bias", "attention_bias", "full")),
-    Family(
-        "cohere", block=Block("attention_bias", "attention_bias", num_norms=1), ties_embeddings=True
-    ),
-    Family("gemma", block=Block("attention_bias", "attention_bias"), ties_embeddings=True),
+    Family("olmo", block=_optionally_biased(num_norms=0), final_norm=0),
+    Family("olmo2", block=_optionally_biased(qk_norm="full")),
+    Family("cohere", block=_optionally_biased(num_norms=1), ties_embeddings=True),
+    Family("gemma", block=_optionally_biased(), ties_embeddings=True),
     Family(
         "nemotron",
-        block=Block(
-            "attention_bias", "attention_bias", gated_mlp=False, mlp_bias="mlp_bias", norm_bias=True
-        ),
+        block=_optionally_biased(gated_mlp=False, mlp_bias="mlp_bias", norm_bias=True),
         final_norm=2,
     ),
     *variants(Family("apertus"), "apertus", "stablelm"),
@@ -220,23 +221,21 @@ DENSE_FAMILIES: tuple[Family, ...] = (
         "gemma4_unified_text",
     ),
     Family("vaultgemma", full_every(2)),
-    Family("olmo3", full_every(4), block=Block("attention_bias", "attention_bias", "full")),
+    Family("olmo3", full_every(4), block=_optionally_biased(qk_norm="full")),
     Family(
         "cohere2",
         full_every(4, SLIDING, "sliding_window_pattern"),
-        block=Block("attention_bias", "attention_bias", num_norms=1),
+        block=_optionally_biased(num_norms=1),
         ties_embeddings=True,
     ),
     Family("exaone4", _exaone4_kinds, block=QWEN3),
     # ------------------------------------------------------------------------------------ experts
     Family("mixtral", window_if_set, block=Block(moe=MIXTRAL)),
     Family("phimoe", window_if_set),
-    Family("granitemoe", block=Block("attention_bias", "attention_bias", moe=MIXTRAL)),
+    Family("granitemoe", block=_optionally_biased(moe=MIXTRAL)),
     Family(
         "granitemoeshared",
-        block=Block(
-            "attention_bias",
-            "attention_bias",
+        block=_optionally_biased(
             moe=Moe(("intermediate_size",), shared_width="shared_intermediate_size"),
         ),
     ),
@@ -255,20 +254,18 @@ DENSE_FAMILIES: tuple[Family, ...] = (
     Family(
         "qwen3_moe",
         window_everywhere_if_used,
-        block=Block("attention_bias", "attention_bias", "head", moe=QWEN_MOE),
+        block=_optionally_biased(qk_norm="head", moe=QWEN_MOE),
     ),
     Family(
         "olmoe",
-        block=Block("attention_bias", "attention_bias", "full", moe=Moe(("intermediate_size",))),
+        block=_optionally_biased(qk_norm="full", moe=Moe(("intermediate_size",))),
     ),
     *variants(Family("ernie4_5_moe"), "ernie4_5_moe", "hunyuan_v1_moe", "flex_olmo"),
     Family(
         "dots1",
         _dots1_kinds,
-        block=Block(
-            "attention_bias",
-            "attention_bias",
-            "head",
+        block=_optionally_biased(
+            qk_norm="head",
             moe=Moe(
                 shared_count="n_shared_experts",
                 correction_bias=True,
