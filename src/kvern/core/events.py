@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Spans became available to later requests.
+    """Whole spans became available to later requests, in at least one KV group.
+
+    Partial leaves, which are only copied from, are not told.
 
     Attributes:
         hashes: 16-byte chain hash of each span, in order.
@@ -25,7 +27,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks of spans were replaced.
+    """Blocks of whole spans were replaced or dropped in one KV group.
 
     Attributes:
         hashes: hash of the span that each block belonged to.

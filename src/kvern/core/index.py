@@ -379,6 +379,8 @@ class PrefixIndex:
         tree = self.tree
         by_group: dict[int, list[bytes]] = {}
         for node, column in zip(nodes.tolist(), columns, strict=True):
+            if tree.num_tokens[node] < self.span:
+                continue
             name = tree.hash_low[node].tobytes() + tree.hash_high[node].tobytes()
             by_group.setdefault(self._group_of_column[column], []).append(name)
         for group, hashes in by_group.items():
