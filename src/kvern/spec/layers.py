@@ -194,11 +194,10 @@ class ParameterCount:
     final_norm: int
     layers: int
     active_layers: int
-    mtp: int = 0
 
     @property
     def total(self) -> int:
-        """All elements of the main model; multi-token-prediction layers are counted apart."""
+        """All elements of the main model, multi-token-prediction layers not included."""
         return self.embedding + self.lm_head + self.final_norm + self.layers
 
     @property
