@@ -370,24 +370,7 @@ def _bound(
     ssd = float(parse_size(args.ssd_bandwidth)) if args.ssd_bandwidth else roofline.SSD_BANDWIDTH
     offload = roofline.offload_bound(request, request.device, answer.context, ssd)
     prefill = roofline.prefill_s(request, request.device, answer.context)
-    document["bound"] = {
-        "batch": bound.batch,
-        "context": bound.context,
-        "weight_bytes": bound.weight_bytes,
-        "kv_bytes": bound.kv_bytes,
-        "flops": bound.flops,
-        "memory_s": bound.memory_s,
-        "compute_s": bound.compute_s,
-        "step_s": bound.step_s,
-        "bound_by": bound.bound_by,
-        "tokens_per_s": bound.tokens_per_s,
-        "bytes_per_output_token": bound.token_bytes,
-        "compute_bound_from_batch": bound.turning_batch,
-        "on_chip_cache_bytes": bound.cache_bytes,
-        "kv_fits_on_chip": bound.kv_fits_on_chip,
-        "prefill_s": prefill,
-        "offload": offload,
-    }
+    document["bound"] = {**bound.to_json(), "prefill_s": prefill, "offload": offload}
     text += _render("bound_lines", bound, offload, prefill)
     return bound
 

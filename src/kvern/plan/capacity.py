@@ -144,22 +144,26 @@ def _memory_budgets(
     worst = min(budgets, key=lambda b: b.kv_bytes or 0)
     if (worst.kv_bytes or 0) <= 0:
         raise CapacityError(_too_small(request, worst, share, total) if advise else "too small")
+    return budgets, _memory_steps(request, weights, worst, why), notes
+
+
+def _memory_steps(request: PlanRequest, weights: Weights, worst: Budget, why: str) -> list[Step]:
+    """From the device's memory to the bytes for KV on the tightest rank."""
+    total, share = format_size(worst.total_bytes or 0), worst.utilization or 1.0
+    own = format_size(worst.weights_bytes or 0)
+    reserve = format_size(worst.reserve_bytes)
     device = f"{request.device.name}: " if request.device and request.memory is None else ""
     split = f" over {request.num_ranks} ranks" if request.num_ranks > 1 else ""
-    steps = [
-        Step("memory of one device", f"{device}as reported", format_size(total)),
-        Step(
-            "weights", f"{weights.basis}{split}", f"{format_size(worst.weights_bytes or 0)} a rank"
-        ),
-        Step("reserve", why, format_size(reserve)),
+    return [
+        Step("memory of one device", f"{device}as reported", total),
+        Step("weights", f"{weights.basis}{split}", f"{own} a rank"),
+        Step("reserve", why, reserve),
         Step(
             "bytes for KV on the tightest rank",
-            f"{format_size(total)} × {share:g} - {format_size(worst.weights_bytes or 0)} - "
-            f"{format_size(reserve)}",
+            f"{total} × {share:g} - {own} - {reserve}",
             f"{worst.kv_bytes:,} B = {format_size(worst.kv_bytes or 0)}",
         ),
     ]
-    return budgets, steps, notes
 
 
 def _too_small(request: PlanRequest, worst: Budget, share: float, total: int) -> str:

@@ -49,6 +49,20 @@ class RankPlan:
         """Budget left over: rounding, and blocks that another rank cannot match."""
         return self.kv_budget_bytes - self.kv_used_bytes
 
+    def to_json(self) -> dict[str, Any]:
+        """Its entry in `per_rank`."""
+        return {
+            "rank": self.rank,
+            "stage": self.stage,
+            "layers": self.num_layers,
+            "weights_bytes": self.weights_bytes,
+            "reserve_bytes": self.reserve_bytes,
+            "kv_budget_bytes": self.kv_budget_bytes,
+            "num_blocks": self.num_blocks,
+            "kv_used_bytes": self.kv_used_bytes,
+            "block_bytes": self.block_bytes,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Pool:
@@ -79,6 +93,20 @@ class Pool:
         """All bytes of the pool."""
         return self.k_bytes + self.v_bytes + self.state_bytes
 
+    def to_json(self) -> dict[str, Any]:
+        """Its entry in `pools`."""
+        return {
+            "name": self.name,
+            "layers": self.layers,
+            "cells": self.cells,
+            "streams": self.streams,
+            "k_bytes": self.k_bytes,
+            "v_bytes": self.v_bytes,
+            "state_bytes": self.state_bytes,
+            "bytes": self.bytes,
+            "parts": self.parts,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -98,6 +126,19 @@ class Group:
     blocks_per_request: int
     padding_layers: int = 0
     page_waste_bytes: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Its entry in `groups`."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "layers": self.num_layers,
+            "padding_layers": self.padding_layers,
+            "block_size": self.block_size,
+            "page_bytes": self.page_bytes,
+            "page_waste_bytes": self.page_waste_bytes,
+            "blocks_per_request": self.blocks_per_request,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,48 +237,10 @@ class Plan:
             "engine": self.engine,
             "engine_version": self.engine_version,
             "context": self.context,
-            "per_rank": [
-                {
-                    "rank": r.rank,
-                    "stage": r.stage,
-                    "layers": r.num_layers,
-                    "weights_bytes": r.weights_bytes,
-                    "reserve_bytes": r.reserve_bytes,
-                    "kv_budget_bytes": r.kv_budget_bytes,
-                    "num_blocks": r.num_blocks,
-                    "kv_used_bytes": r.kv_used_bytes,
-                    "block_bytes": r.block_bytes,
-                }
-                for r in self.per_rank
-            ],
+            "per_rank": [rank.to_json() for rank in self.per_rank],
             "tightest_rank": self.tightest_rank,
-            "pools": [
-                {
-                    "name": p.name,
-                    "layers": p.layers,
-                    "cells": p.cells,
-                    "streams": p.streams,
-                    "k_bytes": p.k_bytes,
-                    "v_bytes": p.v_bytes,
-                    "state_bytes": p.state_bytes,
-                    "bytes": p.bytes,
-                    "parts": p.parts,
-                }
-                for p in a.pools
-            ],
-            "groups": [
-                {
-                    "name": g.name,
-                    "kind": g.kind,
-                    "layers": g.num_layers,
-                    "padding_layers": g.padding_layers,
-                    "block_size": g.block_size,
-                    "page_bytes": g.page_bytes,
-                    "page_waste_bytes": g.page_waste_bytes,
-                    "blocks_per_request": g.blocks_per_request,
-                }
-                for g in a.groups
-            ],
+            "pools": [pool.to_json() for pool in a.pools],
+            "groups": [group.to_json() for group in a.groups],
             "block_size": a.block_size,
             "block_bytes": a.block_bytes[self.tightest_rank],
             "num_blocks": self.num_blocks,

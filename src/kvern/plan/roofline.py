@@ -71,6 +71,25 @@ class DecodeBound:
         """Whether the cache of a step fits the largest on-die cache."""
         return None if self.cache_bytes is None else self.kv_bytes <= self.cache_bytes
 
+    def to_json(self) -> dict[str, object]:
+        """The figures as `plan --json` prints them under "bound"."""
+        return {
+            "batch": self.batch,
+            "context": self.context,
+            "weight_bytes": self.weight_bytes,
+            "kv_bytes": self.kv_bytes,
+            "flops": self.flops,
+            "memory_s": self.memory_s,
+            "compute_s": self.compute_s,
+            "step_s": self.step_s,
+            "bound_by": self.bound_by,
+            "tokens_per_s": self.tokens_per_s,
+            "bytes_per_output_token": self.token_bytes,
+            "compute_bound_from_batch": self.turning_batch,
+            "on_chip_cache_bytes": self.cache_bytes,
+            "kv_fits_on_chip": self.kv_fits_on_chip,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class OffloadBound:
