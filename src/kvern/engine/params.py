@@ -25,7 +25,8 @@ class SamplingParams:
         stop: strings that end the answer; they are not part of it.
         stop_token_ids: token ids that end the answer, beside the model's own end tokens.
         ignore_eos: do not stop at the model's end tokens.
-        n: samples per prompt; they share the prompt's blocks.
+        n: samples per prompt; they share the prompt's blocks. Sample i draws as a request of its own
+            with seed `kvern.engine.sampler.derived_seed(seed, i)` would.
         beam_width: beam search with this many beams; 1 is off.
         length_penalty: a finished beam's log-probability is divided by length ** length_penalty.
         logprobs: for each new token its log-probability and that of this many most likely ones; None: none.

@@ -30,9 +30,21 @@ class Sampling:
     seed: int
 
 
+def derived_seed(seed: int, sample_index: int) -> int:
+    """The seed with which a request of its own draws what this sample of a larger request draws.
+
+    Sample 0 has the request's own seed, so ``n = 1`` and the first of many agree.
+    """
+    if sample_index == 0:
+        return seed % 2**64
+    key = struct.pack("<QQ", seed % 2**64, sample_index)
+    digest = hashlib.blake2b(key, digest_size=8, person=b"kvern-samples").digest()
+    return int.from_bytes(digest, "little")
+
+
 def uniform(seed: int, sample_index: int, position: int) -> float:
     """A number in [0, 1) with 53 random bits, a pure function of its arguments."""
-    key = struct.pack("<QQQ", seed % 2**64, sample_index, position)
+    key = struct.pack("<QQ", derived_seed(seed, sample_index), position)
     digest = hashlib.blake2b(key, digest_size=8, person=b"kvern-sampler").digest()
     return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
@@ -47,7 +59,7 @@ def log_softmax(row: F32) -> F64:
 def top_tokens(scores: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.int64]:
     """Ids of the ``count`` highest scores, best first, equal scores by lower id."""
     count = min(count, scores.size)
-    if count == scores.size:
+    if count in (0, scores.size):
         candidates = np.arange(scores.size)
     else:
         threshold = np.partition(scores, scores.size - count)[scores.size - count]
