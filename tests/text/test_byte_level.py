@@ -97,6 +97,12 @@ def test_any_text_comes_back(text: str) -> None:
         assert tokenizer.decode(ids) == text
 
 
+@pytest.mark.parametrize("kind", ["superbpe", "tiny_aya", "afmoe", "exaone-moe", "gpt-4o"])
+def test_long_runs_cost_no_more_than_their_length(kind: str) -> None:
+    for run in ("7" * 100_000, "é" * 50_000, " " * 50_000):  # half a minute if it were quadratic
+        assert small(kind).decode(small(kind).encode(run)) == run
+
+
 def test_unknown_kind_is_refused_with_the_known_ones() -> None:
     with pytest.raises(UnsupportedModelError, match=r"'klingon'.*deepseek-v3.*llama-bpe.*smollm"):
         Tokenizer.from_gguf(changed(pre="klingon"))

@@ -14,7 +14,8 @@ of the kinds of `gpt2` those related to Llama 3, Tekken and Chameleon add BOS.
 
 Token ids equal llama.cpp's, with four exceptions, all on purpose:
 
-- without `parse_special` the text of a control, unknown or byte token never gives that token;
+- without `parse_special` the text of a control, unknown or byte token never gives that token
+  (llama.cpp reads gpt-oss's `<|start|>` and its like even then);
 - a token is only taken for an end of generation, and so for a control token, if its text says so
   beyond doubt (`</s>` in Gemma is a tag for struck-out text);
 - BOS is not added in front of a text that begins with BOS, nor EOS behind one that ends with it;

@@ -8,7 +8,9 @@ reads an expression differently, the expression here says what llama.cpp does:
 
 - its GPT-2 expression always has a final ``|\s+``;
 - classes of letter case (``\p{Lu}``, ``\p{Ll}``) see only ASCII case, other letters are both;
-- ``kimi-k2``, ``afmoe``, ``tiny_aya`` and ``superbpe`` are functions there, expressed here.
+- ``kimi-k2``, ``afmoe`` and ``tiny_aya`` are functions there, expressed here.
+
+A handful of characters that Unicode 16 added may be cut differently: Oniguruma's tables are older.
 """
 
 from __future__ import annotations
@@ -74,9 +76,16 @@ _DEEPSEEK_WORDS: Final = (
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
 )
 _BLOOM: Final = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
-# Text up to and including the first group of a run of digits that is grouped in threes from its
-# end, then the other groups one by one.
-_DIGITS_FROM_THE_RIGHT: Final = r"[^\p{N}]*+(?:\p{N}{1,3}(?=(?:\p{N}{3})*+(?!\p{N}))|\z)"
+# Runs of digits are grouped in threes from their end. A match is the text before a run with the
+# run's first group, or one of its other groups: behind a digit always three, so nothing is counted
+# twice.
+_DIGITS_FROM_THE_RIGHT: Final = (
+    r"(?<=\p{N})\p{N}{3}|[^\p{N}]*+(?:\p{N}{1,3}(?=(?:\p{N}{3})*+(?!\p{N}))|\z)"
+)
+# The same for ASCII digits, and a group of three never takes the text before it.
+_ASCII_DIGITS_FROM_THE_RIGHT: Final = (
+    r"(?<=[0-9])[0-9]{3}|[^0-9]*+[0-9]{1,2}(?=(?:[0-9]{3})*+(?![0-9]))|[^0-9]++|[0-9]{3}"
+)
 _NOT_SMALL: Final = r"[\p{L}&&[^a-z]]"
 _NOT_CAPITAL: Final = r"[\p{L}&&[^A-Z]]"
 _NOT_SMALL_OR_MARK: Final = r"[[\p{L}\p{M}]&&[^a-z]]"
@@ -273,7 +282,7 @@ _KINDS: Final = (
             ),
         ),
     ),
-    ("superbpe", PreTokenizer((r"\p{N}+", r"(?=(?:[0-9]{3})+(?![0-9]))"))),
+    ("superbpe", PreTokenizer((r"\p{N}+", _ASCII_DIGITS_FROM_THE_RIGHT))),
     (
         "afmoe",
         PreTokenizer(

@@ -19,6 +19,7 @@ from kvern.text.bpe import SPACE_MARK, byte_token_value
 from kvern.text.vocabulary import TokenType, Vocabulary
 
 _CACHED_WORDS: Final = 16_384
+_LONGEST_CACHED_WORD: Final = 64
 _SPACE_RUNS: Final = re.compile(" {2,}")
 # Control and byte tokens are never spelled out by a text; they have ways of their own.
 _NOT_MERGEABLE: Final = frozenset((TokenType.CONTROL, TokenType.UNKNOWN, TokenType.BYTE))
@@ -75,7 +76,8 @@ class SentencePieceEncoder:
         ids: list[int] = []
         unk_id = self._vocabulary.unk_id
         for word in self._word_start.split(text.replace(" ", SPACE_MARK)):
-            for token_id in self._encode_word(word):
+            encode = self._encode_word if len(word) <= _LONGEST_CACHED_WORD else self._merge
+            for token_id in encode(word):
                 if token_id != unk_id or not ids or ids[-1] != unk_id:
                     ids.append(token_id)  # neighbouring unknown characters are one unknown token
         return ids
