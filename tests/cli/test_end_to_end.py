@@ -33,7 +33,7 @@ def refused(capsys: Captured, *arguments: str, code: int = 1) -> str:
 
 
 def test_the_main_job(smollm2_path: Path, capsys: Captured) -> None:
-    assert main(["run", QUESTION, "--max-tokens", "24", "--json"]) == 0
+    assert main(["run", QUESTION, "--max-tokens", "12", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert "data" in document["text"]
     assert document["finish_reason"] in ("stop", "length")
@@ -44,7 +44,7 @@ def test_the_main_job(smollm2_path: Path, capsys: Captured) -> None:
     assert document["kv"]["block_size"] == 16
     assert document["work"]["tokens_processed"] == num_prompt + num_new - 1
 
-    assert main(["run", QUESTION, "--max-tokens", "24", "--stats"]) == 0
+    assert main(["run", QUESTION, "--max-tokens", "12", "--stats"]) == 0
     printed = capsys.readouterr()
     assert printed.out == document["text"] + "\n"
     assert f"{num_prompt + num_new - 1} tokens processed" in printed.err
@@ -66,7 +66,7 @@ def test_recomputing_everything_is_counted(smollm2_path: Path, capsys: Captured)
 
 def test_conversation_finds_its_past(smollm2_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "kvern", "chat", "--json", "--max-tokens", "16"],
+        [sys.executable, "-m", "kvern", "chat", "--json", "--max-tokens", "6"],
         input="Hello, who are you?\nAnd what can you do?\n/exit\n",
         capture_output=True,
         text=True,
