@@ -124,3 +124,54 @@ def qwen_hybrid_27b() -> ModelSpec:
         "mtp_num_hidden_layers": 1,
     }
     return load_model_spec(values, "qwen-27b")
+
+
+def qwen_hybrid_35b() -> ModelSpec:
+    """30 gated delta layers and 10 full ones of 2 KV heads."""
+    values = {
+        "model_type": "qwen3_5_moe",
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "num_hidden_layers": 40,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 10,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "torch_dtype": "bfloat16",
+        "mtp_num_hidden_layers": 1,
+    }
+    return load_model_spec(values, "qwen-35b")
+
+
+def kimi_linear() -> ModelSpec:
+    """20 KDA layers and 7 MLA ones."""
+    full = [4, 8, 12, 16, 20, 24, 27]
+    values = {
+        "model_type": "kimi_linear",
+        "architectures": ["KimiLinearForCausalLM"],
+        "num_hidden_layers": 27,
+        "hidden_size": 2304,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "linear_attn_config": {
+            "full_attn_layers": full,
+            "kda_layers": [n for n in range(1, 28) if n not in full],
+            "num_heads": 32,
+            "head_dim": 128,
+            "short_conv_kernel_size": 4,
+        },
+        "max_position_embeddings": 1048576,
+        "torch_dtype": "bfloat16",
+    }
+    return load_model_spec(values, "kimi-linear")

@@ -43,7 +43,7 @@ STATE_MODE = (
 
 BATCHES_IN_FLIGHT = (
     (Since(), 1),
-    (Since(release=(0, 22)), 2),
+    (Since(release=(0, 26)), 2),
 )
 """Batches whose tokens a window layer must hold: asynchronous scheduling keeps two."""
 
@@ -114,17 +114,21 @@ COMPRESSOR_BLOCK_DEFAULT = 8
 
 @dataclass(frozen=True, slots=True)
 class PackedHeads:
-    """A packed format of K and V per token and head."""
+    """A packed format of K and V per token and head: bits, extra bytes, elements per fp8 scale."""
 
     key_bits: int
     value_bits: int
     key_extra: int
     value_extra: int
+    scale_group: int = 0
 
     def slot_bytes(self, key_dim: int, value_dim: int) -> int:
         """Bytes of one head's K and V of one token, rounded up to an even number."""
         key = ceil(key_dim * self.key_bits / 8) + self.key_extra
         value = ceil(value_dim * self.value_bits / 8) + self.value_extra
+        if self.scale_group:
+            key += ceil(key_dim / self.scale_group)
+            value += ceil(value_dim / self.scale_group)
         return (key + value + 1) // 2 * 2
 
 
@@ -133,6 +137,7 @@ PACKED_HEADS = {
     "turboquant_4bit_nc": PackedHeads(4, 4, 2, 4),
     "turboquant_k3v4_nc": PackedHeads(3, 4, 2, 4),
     "turboquant_3bit_nc": PackedHeads(3, 3, 2, 4),
+    "nvfp4": PackedHeads(4, 4, 0, 0, scale_group=16),
     "int8_per_token_head": PackedHeads(8, 8, 4, 4),
     "fp8_per_token_head": PackedHeads(8, 8, 4, 4),
     "int4_per_token_head": PackedHeads(4, 4, 4, 4),

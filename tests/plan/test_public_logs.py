@@ -1,0 +1,96 @@
+"""Start-up lines that people published, none of them used to find a rule: all must come out.
+
+Each case names its source. Memory printed with two decimals stands for an interval.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.plan.models import gemma_4_26b, kimi_linear, qwen_hybrid_27b, qwen_hybrid_35b
+
+from kvern.plan import PlanRequest, plan
+from kvern.spec.layers import ModelSpec
+
+GIB = 2**30
+
+CASES: dict[str, tuple[ModelSpec, dict[str, Any], int, float]] = {
+    # vllm-project/vllm#28228: 2.30 GiB on two ranks, "Add 1 padding layers"
+    "kimi-linear, KDA and MLA over two ranks": (
+        kimi_linear(),
+        {"engine_version": "0.11.1", "gib": 2.30, "tp": 2, "context": 120_000},
+        75_840,
+        2.48,
+    ),
+    # noonghunna/club-3090#612: 5.98 GiB
+    "qwen 35B with fp8 keys and values": (
+        qwen_hybrid_35b(),
+        {"engine_version": "0.24.0", "gib": 5.98, "context": 131_072, "kv_format": "fp8"},
+        567_978,
+        4.33,
+    ),
+    # noonghunna/club-3090#295: three draft tokens, two ranks; 424 blocks follow from both figures
+    "qwen 27B with its own draft layer": (
+        qwen_hybrid_27b(),
+        {
+            "engine_version": "0.22",
+            "num_blocks": 424,
+            "tp": 2,
+            "context": 262_144,
+            "kv_format": "fp8_e5m2",
+            "speculative_tokens": 3,
+        },
+        620_944,
+        2.37,
+    ),
+    # vllm-project/vllm#49011: nvfp4 keys and values; "Add 3 padding layers"
+    "qwen 27B in nvfp4": (
+        qwen_hybrid_27b(),
+        {
+            "engine_version": "0.25",
+            "num_blocks": 666,
+            "context": 1_048_576,
+            "kv_format": "nvfp4",
+            "speculative_tokens": 2,
+        },
+        1_823_372,
+        1.74,
+    ),
+    # vllm-project/vllm#39866: 16,384 batched tokens
+    "gemma 26B with windows": (
+        gemma_4_26b(),
+        {
+            "engine_version": "0.19.1rc1",
+            "num_blocks": 29_346,
+            "context": 262_144,
+            "kv_format": "fp8",
+            "max_batched_tokens": 16_384,
+        },
+        78_256,
+        2.15,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_published_line_comes_out(name: str) -> None:
+    model, inputs, tokens, concurrency = CASES[name]
+    fields = dict(inputs)
+    gib = fields.pop("gib", None)
+    sizes = [None] if gib is None else [int((gib + d) * GIB) for d in (-0.005, 0.005)]
+    answers = [
+        plan(PlanRequest(model, "vllm", kv_memory=size, **fields)).allocation for size in sizes
+    ]
+    assert answers[0].capacity_tokens <= tokens <= answers[-1].capacity_tokens
+    assert answers[0].max_concurrency - 0.005 <= concurrency
+    assert concurrency <= answers[-1].max_concurrency + 0.005
+
+
+def test_padding_layers_are_announced_as_the_log_does() -> None:
+    request = PlanRequest(kimi_linear(), "vllm", "0.11.1", kv_memory=2 * GIB, tp=2)
+    assert sum(group.padding_layers for group in plan(request).allocation.groups) == 1
+    request = PlanRequest(
+        qwen_hybrid_27b(), "vllm", "0.25", num_blocks=666, kv_format="nvfp4", speculative_tokens=2
+    )
+    assert sum(group.padding_layers for group in plan(request).allocation.groups) == 3
