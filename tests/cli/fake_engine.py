@@ -6,7 +6,17 @@ from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from kvern.core.miss import MissReason, MissReport
+
 END = "\x03"
+
+
+def _miss(ids: list[int], cached: int) -> MissReport:
+    if not cached:
+        reason = MissReason("never_stored", 0)
+    else:
+        reason = MissReason("text_differs", cached, stored_token=101, prompt_token=ids[cached])
+    return MissReport(len(ids), cached, ((0, cached),), (reason,))
 
 
 class FakeTokenizer:
@@ -21,6 +31,9 @@ class FakeTokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         text = "".join(map(chr, ids))
         return text.replace(END, "") if skip_special_tokens else text
+
+    def token_text(self, token_id: int) -> str:
+        return chr(token_id)
 
     def render_chat(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True
@@ -98,6 +111,6 @@ class FakeLLM:
             finish_reason="stop",
             timing=SimpleNamespace(queue_s=0.0, ttft_s=0.05, tpot_s=0.01, e2e_s=0.17),
             seed=7,
-            miss=None,
+            miss=_miss(ids, cached),
             error=None,
         )

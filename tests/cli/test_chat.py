@@ -32,6 +32,8 @@ def test_every_turn_finds_the_earlier_ones(
     assert text_of(engine, 1) == f"<u>Hi{END}<a>One.{END}<u>And då?{END}<a>"
     assert "[9 prompt tokens, 0 of them from the cache; 5 new" in printed.err
     assert "[28 prompt tokens, 14 of them from the cache; 5 new" in printed.err
+    told = '[not cached: token 14 differs: "<" in the prompt, "e" in what is stored]'
+    assert told in printed.err
 
 
 def test_reset_exit_and_unknown_commands(

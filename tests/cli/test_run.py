@@ -80,6 +80,9 @@ def test_json_is_one_object(
     }
     assert set(document["timing"]) == {"load_s", "ttft_s", "tpot_s", "e2e_s"}
     assert document["kv"]["bytes_per_token"] == 23_040
+    (reason,) = document["miss"]["reasons"]
+    assert reason["kind"] == "never_stored"
+    assert reason["explanation"] == "from token 0 on nothing was ever stored"
     assert document["work"]["tokens_processed"] == 9 + 13 - 1
     assert "prompt " in printed.err  # --stats goes to stderr
 
@@ -89,9 +92,10 @@ def test_stats_in_plain_words(
 ) -> None:
     assert kvern_command("run", "Hi", "--stats") == 0
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().err.splitlines() if line]
-    assert [words[0] for words in lines] == ["prompt", "answer", "time", "KV", "work"]
+    assert [words[0] for words in lines] == ["prompt", "not", "answer", "time", "KV", "work"]
     told = {words[0]: words[1] for words in lines}
     assert told["prompt"] == "9 tokens, 0 of them from the cache"
+    assert told["not"] == "cached: from token 0 on nothing was ever stored"
     assert told["answer"] == "13 tokens; ended because the model was done"
     assert "0.05 s to the first token, then 10.0 ms per token (100 tokens/s)" in told["time"]
     assert "3 of 729 blocks used (1.1 of 256.3 MiB)" in told["KV"]

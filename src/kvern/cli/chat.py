@@ -19,7 +19,7 @@ from kvern.cli.engine_options import (
     start_stream,
 )
 from kvern.cli.output import print_json
-from kvern.cli.report import kv_document, turn_line, usage_document
+from kvern.cli.report import kv_document, turn_lines, usage_document
 from kvern.errors import InputError, KvernError, ModelError
 
 if TYPE_CHECKING:
@@ -142,7 +142,8 @@ class ChatSession:
             turn["usage"] = usage_document(output)
         self.turns.append(turn)
         if self._stats:
-            print(turn_line(output) if output is not None else "[stopped]", file=sys.stderr)
+            lines = ["[stopped]"] if output is None else turn_lines(self._llm, output)
+            print("\n".join(lines), file=sys.stderr)
 
 
 def _enable_line_editing() -> None:

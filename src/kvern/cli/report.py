@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvern import LLM
+    from kvern.core.miss import MissReason
     from kvern.engine.outputs import RequestOutput
 
 _REASONS = {
@@ -42,7 +45,7 @@ def completion_document(llm: LLM, output: RequestOutput, load_s: float) -> dict[
         "kv": kv_document(llm),
         "work": work_document(llm),
         "seed": output.seed,
-        "miss": output.miss,
+        "miss": _miss_document(llm, output),
     }
 
 
@@ -67,6 +70,7 @@ def stats_lines(llm: LLM, output: RequestOutput, load_s: float) -> list[str]:
     return [
         "",
         f"prompt    {num_prompt:,} tokens, {output.cached_tokens:,} of them from the cache",
+        *(f"          not cached: {reason}" for reason in miss_reasons(llm, output)),
         f"answer    {num_new:,} tokens; ended because {reason}",
         _time_line(output, load_s),
         "KV cache  not used: every step recomputed everything"
@@ -76,14 +80,45 @@ def stats_lines(llm: LLM, output: RequestOutput, load_s: float) -> list[str]:
     ]
 
 
-def turn_line(output: RequestOutput) -> str:
+def miss_reasons(llm: LLM, output: RequestOutput) -> list[str]:
+    """Why the rest of the prompt was not found in the cache; differing tokens are shown as text."""
+    if output.miss is None:
+        return []
+    return [_reason_text(llm, reason) for reason in output.miss.reasons]
+
+
+def _miss_document(llm: LLM, output: RequestOutput) -> dict[str, Any] | None:
+    if output.miss is None:
+        return None
+    document = dataclasses.asdict(output.miss)
+    for reason, words in zip(document["reasons"], miss_reasons(llm, output), strict=True):
+        reason["explanation"] = words
+    return document
+
+
+def _reason_text(llm: LLM, reason: MissReason) -> str:
+    if reason.kind != "text_differs" or reason.stored_token is None or reason.prompt_token is None:
+        return str(reason)
+    prompted, stored = map(llm.tokenizer.token_text, (reason.prompt_token, reason.stored_token))
+    return (
+        f"token {reason.position} differs: {_quoted(prompted)} in the prompt, "
+        f"{_quoted(stored)} in what is stored"
+    )
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def turn_lines(llm: LLM, output: RequestOutput) -> list[str]:
     """What `chat --stats` prints after an answer."""
     timing = output.timing
-    return (
+    summary = (
         f"[{len(output.prompt_token_ids):,} prompt tokens, {output.cached_tokens:,} of them from "
         f"the cache; {output.num_completion_tokens:,} new; first after {timing.ttft_s:.2f} s"
         f"{_rate(timing.tpot_s)}]"
     )
+    return [summary, *(f"[not cached: {reason}]" for reason in miss_reasons(llm, output))]
 
 
 def _time_line(output: RequestOutput, load_s: float) -> str:
