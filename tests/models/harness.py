@@ -114,7 +114,7 @@ def save_model(
 def randomize(torch: Any, name: str, tensor: Any) -> None:
     """Weights that a constant start would leave without effect: norms, biases, sinks, routers."""
     last = name.rsplit(".", 1)[-1]
-    if "norm" in name or "ln_" in name or last in ("D", "dt_bias"):
+    if "norm" in name or "ln_" in name or last in ("D", "dt_bias", "layer_scalar"):
         tensor.add_(torch.randn_like(tensor), alpha=0.3)
     elif last in ("bias", "sinks", "e_score_correction_bias") or last.endswith("_bias"):
         torch.nn.init.normal_(tensor, std=0.3)
@@ -186,7 +186,7 @@ class Pool:
         size = 4 if dtype == "fp32" else 2
         if layer.state is not None:
             return self._state_cache(layer, dtype)
-        if not layer.has_mixer:
+        if not layer.has_mixer or layer.share_with is not None:
             return LayerCache.none()
 
         def stream(heads: int, dim: int) -> PagedStream:

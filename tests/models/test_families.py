@@ -42,6 +42,17 @@ DELTA: dict[str, Any] = {
     "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 4,
 }
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": [SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL],
+    "num_kv_shared_layers": 3,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 6,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 151,
+    "use_double_wide_mlp": True,
+}
 MAMBA: dict[str, Any] = {
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
@@ -121,6 +132,22 @@ CASES = [
         "Gemma3ForCausalLM",
         small(head_dim=32, sliding_window=7, num_hidden_layers=6, num_key_value_heads=1),
         "google--gemma-3-270m.json",
+    ),
+    Case(
+        "gemma4",
+        "Gemma4ForCausalLM",
+        small(**GEMMA4),
+        "google--gemma-4-E4B-it.json",
+        drop=("num_global_key_value_heads",),
+    ),
+    Case(
+        "gemma4-keys-are-values",
+        "Gemma4ForCausalLM",
+        small(
+            **{**GEMMA4, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
+            attention_k_eq_v=True,
+            num_global_key_value_heads=1,
+        ),
     ),
     Case(
         "phi3",
@@ -348,6 +375,49 @@ CASES = [
         ),
         "LiquidAI--LFM2.5-1.2B-Instruct.json",
         drop=("head_dim",),
+    ),
+    Case(
+        "qwen3.5",
+        "Qwen3_5ForCausalLM",
+        small(head_dim=16, num_hidden_layers=4, **DELTA),
+        "Qwen--Qwen3.5-0.8B.json",
+    ),
+    Case(
+        "qwen3.5-moe",
+        "Qwen3_5MoeForCausalLM",
+        {
+            k: v
+            for k, v in small(
+                head_dim=16,
+                num_hidden_layers=4,
+                **EXPERTS,
+                shared_expert_intermediate_size=48,
+                **DELTA,
+            ).items()
+            if k != "intermediate_size"
+        },
+        "Qwen--Qwen3.5-35B-A3B.json",
+    ),
+    Case(
+        "nemotron-h",
+        "NemotronHForCausalLM",
+        small(
+            head_dim=16,
+            num_hidden_layers=4,
+            layers_block_type=["linear_attention", "mlp", "full_attention", "moe"],
+            mamba_num_heads=8,
+            mamba_head_dim=16,
+            ssm_state_size=12,
+            n_groups=2,
+            conv_kernel=4,
+            n_routed_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=40,
+            moe_shared_expert_intermediate_size=48,
+            n_group=2,
+            topk_group=1,
+        ),
+        "nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-BF16.json",
     ),
 ]
 IDS = [case.family for case in CASES]

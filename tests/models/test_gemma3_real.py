@@ -73,9 +73,11 @@ def test_logits_agree_around_the_window(
     gemma3_path: Path, theirs: tuple[np.ndarray, np.ndarray], request: pytest.FixtureRequest
 ) -> None:
     ids, expected = theirs
-    for name in ("reference", "native"):
+    ways = {"reference": [(511, 1, 1, 514)]}
+    ways["native"] = [(511, 1, 1, 514), (100, 411, 1, 1, 7, 507)]
+    for name, chunkings in ways.items():
         decoder = decoder_on(backend_of(name, request), gemma3_path, "fp32")
-        for chunks in ((511, 1, 1, 514), (100, 411, 1, 1, 7, 507)):
+        for chunks in chunkings:
             assert_agrees(last_logits(decoder, ids, chunks), expected)
 
 

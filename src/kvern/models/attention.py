@@ -62,6 +62,7 @@ class AttentionWeights:
     output_bias: F32 | None
     q_norm: F32 | None = None
     k_norm: F32 | None = None
+    v_norm: F32 | None = None
     norm_eps: float = 1e-6
 
 
@@ -80,8 +81,6 @@ class HeadsAttention:
         self.weights = weights
         self.params = params
         self.rope = rope
-        self._q_shape = (-1, layer.num_heads, layer.key_dim)
-        self._k_shape = (-1, layer.num_kv_heads, layer.key_dim)
 
     def run(
         self,
@@ -102,22 +101,17 @@ class HeadsAttention:
         backend.matmul(x, weights.qkv, views.qkv)
         if weights.qkv_bias is not None:
             views.qkv[...] += weights.qkv_bias
-        q, k = views.q, views.k
-        if layer.qk_norm is not None and layer.qk_norm != "unit":
-            q, k = self._normed(backend, q, k, views)
-        if self.rope is not None and layer.rope is not None:
-            cos, sin = self.rope.cover(num_positions)
-            backend.rotary(q, batch.positions, cos, sin, layer.rope.interleaved)
-            backend.rotary(k, batch.positions, cos, sin, layer.rope.interleaved)
-        if layer.qk_norm == "unit":
-            q, k = self._normed(backend, q, k, views)
-        if layer.query_temperature is not None:
-            q *= _temperatures(batch.positions, *layer.query_temperature)
         keys, values = cache.keys, cache.values
         assert keys is not None
         assert values is not None
-        backend.append(k, keys, batch.slot_mapping)
-        backend.append(views.v, values, batch.slot_mapping)
+        if layer.share_with is None:
+            v = self._normed(backend, "v", views.v, views) if layer.has_value_norm else views.v
+            backend.append(v, values, batch.slot_mapping)
+            k = self._turned(backend, "k", views.k, views, batch, num_positions)
+            backend.append(k, keys, batch.slot_mapping)
+        q = self._turned(backend, "q", views.q, views, batch, num_positions)
+        if layer.query_temperature is not None:
+            q *= _temperatures(batch.positions, *layer.query_temperature)
         products = backend.attend(q, keys, values, batch, self.params, views.attended)
         if layer.has_gate:
             views.attended_rows[...] *= sigmoid(views.extra["gate"])
@@ -126,21 +120,36 @@ class HeadsAttention:
             out += weights.output_bias
         return products
 
-    def _normed(self, backend: Backend, q: F32, k: F32, views: LayerBuffers) -> tuple[F32, F32]:
-        """Normed copies; ``all`` norms a token's heads together, else each head alone."""
-        assert self.weights.q_norm is not None
-        assert self.weights.k_norm is not None
-        normed = []
-        for x, weight, name in ((q, self.weights.q_norm, "q"), (k, self.weights.k_norm, "k")):
-            source = views.extra[name].reshape(x.shape)
-            target = views.extra[name + "_normed"]
-            np.copyto(source, x)
-            rows = (-1, len(weight))
-            backend.rms_norm(
-                source.reshape(rows), weight, self.weights.norm_eps, target.reshape(rows)
-            )
-            normed.append(target.reshape(x.shape))
-        return normed[0], normed[1]
+    def _turned(
+        self,
+        backend: Backend,
+        name: str,
+        x: F32,
+        views: LayerBuffers,
+        batch: AttendBatch,
+        num_positions: int,
+    ) -> F32:
+        """Queries or keys, normed and rotated as the layer has it."""
+        layer = self.layer
+        if layer.qk_norm is not None and layer.qk_norm != "unit":
+            x = self._normed(backend, name, x, views)
+        if self.rope is not None and layer.rope is not None:
+            cos, sin = self.rope.cover(num_positions)
+            backend.rotary(x, batch.positions, cos, sin, layer.rope.interleaved)
+        if layer.qk_norm == "unit":
+            x = self._normed(backend, name, x, views)
+        return x
+
+    def _normed(self, backend: Backend, name: str, x: F32, views: LayerBuffers) -> F32:
+        """A normed copy; a weight as long as all heads norms a token's heads together."""
+        weights = self.weights
+        weight = {"q": weights.q_norm, "k": weights.k_norm, "v": weights.v_norm}[name]
+        assert weight is not None
+        source, target = views.extra[name].reshape(x.shape), views.extra[name + "_normed"]
+        np.copyto(source, x)
+        rows = (-1, len(weight))
+        backend.rms_norm(source.reshape(rows), weight, weights.norm_eps, target.reshape(rows))
+        return target.reshape(x.shape)
 
 
 def _temperatures(positions: npt.NDArray[np.int32], floor: float, factor: float) -> F32:

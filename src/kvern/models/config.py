@@ -135,6 +135,7 @@ class ExpertsConfig:
             (DeepSeek-V3).
         has_router_bias: the router is affine.
         has_bias: experts' projections are affine.
+        is_gated: as in `LayerConfig`, of routed and shared experts.
         activation: as in `LayerConfig`; ``clamped_swiglu`` is gpt-oss's, with `clamp` and `alpha`.
     """
 
@@ -153,6 +154,7 @@ class ExpertsConfig:
     has_score_bias: bool = False
     has_router_bias: bool = False
     has_bias: bool = False
+    is_gated: bool = True
     activation: str = "silu"
     clamp: float = 7.0
     alpha: float = 1.702
@@ -179,6 +181,9 @@ class LayerConfig:
             none.
         has_gate: attention's output is multiplied by a sigmoid gate that the query projection also
             yields (Qwen3-Next).
+        share_with: index of the layer whose keys and values this layer reads instead of its own.
+        has_value_norm: values are RMS-normed per head, without a weight.
+        keys_are_values: values are the projected keys before their norm; there is no projection of them.
         is_gated: the feed-forward part is ``act(gate) * up`` rather than ``act(up)``.
         latent: set for multi-head latent attention.
         state: set for a token mixer with a recurrent state instead of attention; heads and dims are
@@ -202,6 +207,9 @@ class LayerConfig:
     has_sinks: bool = False
     query_temperature: tuple[float, float] | None = None
     has_gate: bool = False
+    share_with: int | None = None
+    has_value_norm: bool = False
+    keys_are_values: bool = False
     is_gated: bool = True
     latent: LatentConfig | None = None
     state: DeltaNetConfig | MambaConfig | ShortConvConfig | None = None
@@ -230,6 +238,9 @@ class DecoderConfig:
         logit_softcap: logits become ``cap * tanh(logits / cap)``; None for none.
         num_learned_positions: rows of a learned position embedding; 0 for none.
         position_offset: added to a position before it is looked up there.
+        per_layer_size: width of an embedding of each token for each layer (Gemma 3n and 4); 0 for none.
+        per_layer_activation: of the gate on it.
+        has_layer_scale: each layer's result is multiplied by a learned number.
         qkv_bias: q, k and v carry a bias vector, and `output_bias`, `mlp_bias` likewise.
     """
 
@@ -251,6 +262,9 @@ class DecoderConfig:
     logit_softcap: float | None = None
     num_learned_positions: int = 0
     position_offset: int = 0
+    per_layer_size: int = 0
+    per_layer_activation: str = "gelu_tanh"
+    has_layer_scale: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False

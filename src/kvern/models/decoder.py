@@ -27,6 +27,7 @@ from kvern.models.feed_forward import Dense, Experts
 from kvern.models.load_feed_forward import feed_forward_of
 from kvern.models.load_mixer import Mixer, mixer_of
 from kvern.models.loader import Loader
+from kvern.models.per_layer import per_layer_inputs_of
 from kvern.models.rowwise import Norm
 from kvern.models.weights import WeightSource
 from kvern.models.workspace import StepBuffers, Workspace
@@ -50,6 +51,7 @@ class DecoderLayer:
     mlp_norm: Norm | None
     feed_forward: Dense | Experts | None
     post_mlp_norm: Norm | None
+    scale: np.float32 | None = None
 
 
 class Decoder:
@@ -74,6 +76,7 @@ class Decoder:
         self.embedding, self.head, self.head_bias = loader.ends()
         self.positions = loader.position_embedding()
         self.final_norm = loader.final_norm()
+        self.per_layer = per_layer_inputs_of(loader) if config.per_layer_size else None
         self.layers = [self._layer(loader, index) for index in range(len(config.layers))]
 
     @staticmethod
@@ -87,6 +90,7 @@ class Decoder:
             before_mlp,
             feed_forward_of(loader, index) if layer.has_feed_forward else None,
             after_mlp,
+            loader.layer_scale(index),
         )
 
     def forward(
@@ -114,12 +118,20 @@ class Decoder:
         hidden, products = buffers.hidden, 0
         self._embed(token_ids, batches[0].positions, buffers)
         num_positions = int(batches[0].positions.max()) + 1
+        inputs = None
+        if self.per_layer is not None:
+            inputs = self.per_layer.prepare(self.backend, token_ids, hidden)
         run_layer = self._parallel_layer if self.config.is_parallel else self._serial_layer
         for index, layer in enumerate(self.layers):
-            layer_cache = cache[index]
+            shared = self.config.layers[index].share_with
+            layer_cache = cache[index if shared is None else shared]
             products += run_layer(
                 layer, index, buffers, batches[layer_cache.group], layer_cache, num_positions
             )
+            if self.per_layer is not None and inputs is not None:
+                self.per_layer.add(self.backend, index, inputs, hidden)
+            if layer.scale is not None:
+                hidden *= layer.scale
             if trace is not None:
                 trace(index, hidden)
         self.final_norm.apply(self.backend, hidden, buffers.normed)

@@ -146,7 +146,10 @@ class Experts:
         if weights.gate_up_bias is not None:
             gate_up += weights.gate_up_bias
         activated = np.empty((len(x), weights.down.cols), np.float32)
-        if activation == "clamped_swiglu":
+        if not self.config.is_gated:
+            scratch = np.empty((len(x), 2 * weights.gate_up.rows), np.float32)
+            plain_activation(backend, gate_up, activation, scratch, activated)
+        elif activation == "clamped_swiglu":
             self._clamped_swiglu(gate_up, activated)
         else:
             backend.gated_activation(gate_up, activation, activated)

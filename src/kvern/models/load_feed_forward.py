@@ -50,7 +50,8 @@ def _experts_weights(loader: Loader, index: int, experts: ExpertsConfig) -> Expe
     names, hidden, count = loader.names, loader.config.hidden_size, experts.num_experts
     shared = shared_router = score_bias = None
     if experts.shared_size:
-        parts = (names.shared_gate, names.shared_up)
+        gated = (names.shared_gate, names.shared_up)
+        parts = gated if experts.is_gated else (names.shared_up,)
         shared = _dense(
             loader, index, parts, names.shared_gate_up, names.shared_down, experts.shared_size
         )
@@ -80,11 +81,14 @@ def _row(loader: Loader, template: str, cols: int, index: int) -> HostTensor:
 def _all_experts(loader: Loader, index: int, experts: ExpertsConfig) -> tuple[DenseWeights, ...]:
     names, hidden, inner = loader.names, loader.config.hidden_size, experts.intermediate_size
     count = experts.num_experts
-    if names.expert_gate_up is not None:
-        both = _per_expert(loader, names.expert_gate_up, index, count, 2 * inner, hidden)
+    if _is_fused(loader, index):
+        both = _per_expert(loader, str(names.expert_gate_up), index, count, 2 * inner, hidden)
         if names.experts_interleaved:
             both = [take_rows(part, _gate_then_up(inner)) for part in both]
         gate_ups = [[part] for part in both]
+    elif not experts.is_gated:
+        ups = _per_expert(loader, names.expert_up, index, count, inner, hidden)
+        gate_ups = [[up] for up in ups]
     else:
         gates = _per_expert(loader, names.expert_gate, index, count, inner, hidden)
         ups = _per_expert(loader, names.expert_up, index, count, inner, hidden)
@@ -99,12 +103,23 @@ def _all_experts(loader: Loader, index: int, experts: ExpertsConfig) -> tuple[De
     )
 
 
+def _is_fused(loader: Loader, index: int) -> bool:
+    """Whether the file has gate and up of all experts in one tensor; some families' files differ."""
+    template = loader.names.expert_gate_up
+    if template is None:
+        return False
+    return loader.name(template, i=index) in loader.source or not loader.names.expert_gate
+
+
 def _per_expert(
     loader: Loader, template: str, index: int, count: int, rows: int, cols: int
 ) -> list[HostTensor]:
     if "{e}" in template:
         return [loader.matrix(template, rows, cols, i=index, e=expert) for expert in range(count)]
     name = loader.name(template, i=index)
+    one_each = loader.names.expert_down_each
+    if name not in loader.source and template == loader.names.expert_down and one_each:
+        return _per_expert(loader, one_each, index, count, rows, cols)
     if loader.names.experts_transposed:
         return [transposed(part) for part in loader.source.matrices(name, count, cols, rows)]
     return loader.source.matrices(name, count, rows, cols)

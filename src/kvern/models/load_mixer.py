@@ -11,6 +11,7 @@ from kvern.models.config import LayerConfig
 from kvern.models.latent import LatentAttention, LatentWeights
 from kvern.models.load_states import state_mixer
 from kvern.models.loader import Loader
+from kvern.models.names import TensorNames
 from kvern.models.recurrent import DeltaNet, Mamba, ShortConv
 from kvern.models.weights import take_rows, transposed
 
@@ -45,10 +46,7 @@ def _attention_weights(loader: Loader, index: int) -> AttentionWeights:
     hidden = config.hidden_size
     q_rows = layer.num_heads * (layer.key_dim + (layer.value_dim if layer.has_gate else 0))
     k_rows, v_rows = layer.num_kv_heads * layer.key_dim, layer.num_kv_heads * layer.value_dim
-    if names.qkv is not None:
-        parts = [(names.qkv, q_rows + k_rows + v_rows)]
-    else:
-        parts = [(names.q, q_rows), (names.k, k_rows), (names.v, v_rows)]
+    parts = _projections(names, layer, q_rows, k_rows, v_rows)
     tensors = [loader.matrix(name, rows, hidden, i=index) for name, rows in parts]
     bias = loader.bias(config.qkv_bias, *parts, i=index)
     if loader.family.fused_rows is not None and not loader.source.is_gguf:
@@ -68,7 +66,8 @@ def _attention_weights(loader: Loader, index: int) -> AttentionWeights:
         q_size = layer.key_dim * (layer.num_heads if whole else 1)
         k_size = layer.key_dim * (layer.num_kv_heads if whole else 1)
         q_norm = loader.norm_weight(names.q_norm, q_size, i=index)
-        k_norm = loader.norm_weight(names.k_norm, k_size, i=index)
+        if layer.share_with is None:
+            k_norm = loader.norm_weight(names.k_norm, k_size, i=index)
     return AttentionWeights(
         qkv=loader.prepare(*tensors),
         qkv_bias=bias,
@@ -78,8 +77,21 @@ def _attention_weights(loader: Loader, index: int) -> AttentionWeights:
         output_bias=loader.bias(config.output_bias, (names.output, hidden), i=index),
         q_norm=q_norm,
         k_norm=k_norm,
+        v_norm=np.ones(layer.value_dim, np.float32) if layer.has_value_norm else None,
         norm_eps=config.norm_eps,
     )
+
+
+def _projections(
+    names: TensorNames, layer: LayerConfig, q_rows: int, k_rows: int, v_rows: int
+) -> list[tuple[str, int]]:
+    """Names and rows of the matrices that yield q, k and v, as far as the layer has them."""
+    if names.qkv is not None:
+        return [(names.qkv, q_rows + k_rows + v_rows)]
+    if layer.share_with is not None:
+        return [(names.q, q_rows)]
+    parts = [(names.q, q_rows), (names.k, k_rows), (names.v, v_rows)]
+    return parts[:2] if layer.keys_are_values else parts
 
 
 def _latent_weights(loader: Loader, index: int) -> LatentWeights:

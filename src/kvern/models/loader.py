@@ -154,6 +154,12 @@ class Loader:
             return None
         return self.prepare(self.matrix(self.names.positions, rows, self.config.hidden_size))
 
+    def layer_scale(self, index: int) -> np.float32 | None:
+        """The number that a layer's result is multiplied by, where the family has one."""
+        if not self.config.has_layer_scale:
+            return None
+        return np.float32(self.source.vector(self.name(self.names.layer_scale, i=index), 1)[0])
+
     def norms(self, index: int) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
         """A layer's norms: before attention, after it, before the feed-forward part, after it."""
         names = self.names

@@ -21,7 +21,8 @@ class TensorNames:
             gated.
         expert_gate: a matrix per expert where the name has ``{e}``, else one tensor for all
             experts.
-        expert_gate_up: gate and up of all experts in one tensor.
+        expert_gate_up: gate and up of all experts in one tensor, if the file has it.
+        expert_down_each: what to read where the file has no `expert_down` of all experts.
         experts_transposed: tensors of all experts are ``[experts, in, out]``.
         experts_interleaved: rows of `expert_gate_up` alternate: gate, up, gate, up.
         state_inputs: projections into a mixer with a state, stacked; `state_gates` likewise the
@@ -71,6 +72,7 @@ class TensorNames:
     expert_up: str = ""
     expert_gate_up: str | None = None
     expert_down: str = ""
+    expert_down_each: str = ""
     experts_transposed: bool = False
     experts_interleaved: bool = False
     shared_gate: str = ""
@@ -80,6 +82,13 @@ class TensorNames:
     shared_router: str = ""
     positions: str = ""
     rope_factors: str | None = None
+    layer_scale: str = ""
+    per_layer_embedding: str = ""
+    per_layer_input: str = ""
+    per_layer_input_norm: str = ""
+    per_layer_gate: str = ""
+    per_layer_output: str = ""
+    per_layer_output_norm: str = ""
 
 
 _LAYER = "model.layers.{i}."

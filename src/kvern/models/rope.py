@@ -18,7 +18,7 @@ from kvern.models.config import RopeConfig
 
 F32 = npt.NDArray[np.float32]
 
-SCALING_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+SCALING_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
 LENGTH_DEPENDENT = ("longrope", "dynamic")
 MINIMUM_ROWS = 1024
 
@@ -63,6 +63,8 @@ def frequencies(rope: RopeConfig, factors: F32 | None = None) -> tuple[F32, floa
             return plain, 1.0
         if kind == "linear":
             return (plain / np.float32(rope.scaling["factor"])).astype(np.float32), 1.0
+        if kind == "proportional":
+            return _proportional(plain, rope), 1.0
         if kind == "llama3":
             return _llama3(plain, rope), 1.0
         if kind == "yarn":
@@ -91,6 +93,13 @@ def _llama3(plain: F32, rope: RopeConfig) -> F32:
     blend = np.clip((turns - low) / (high - low), 0, 1).astype(np.float32)
     blended: F32 = ((1 - blend) * plain / np.float32(factor) + blend * plain).astype(np.float32)
     return blended
+
+
+def _proportional(plain: F32, rope: RopeConfig) -> F32:
+    """Gemma 4: only the first share of the frequencies turns, the others stand still."""
+    num_turning = int(float(rope.scaling.get("partial_rotary_factor", 1.0)) * rope.rotary_dim // 2)
+    turning = np.where(np.arange(len(plain)) < num_turning, plain, np.float32(0))
+    return (turning / np.float32(rope.scaling.get("factor", 1.0))).astype(np.float32)
 
 
 def _longrope(plain: F32, rope: RopeConfig) -> tuple[F32, float]:

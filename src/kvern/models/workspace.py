@@ -113,6 +113,9 @@ class Workspace:
         q_end = layer.num_heads * layer.key_dim
         k_end = q_end + layer.num_kv_heads * layer.key_dim
         v_end = k_end + layer.num_kv_heads * layer.value_dim
+        v = qkv[:, k_end:v_end]
+        if layer.keys_are_values:
+            v = qkv[:, q_end:k_end]
         if layer.latent is not None:
             q_end = k_end = v_end = 0
         extra = {n: self._view(n, num_tokens, width) for n, width in extra_widths(layer).items()}
@@ -123,7 +126,7 @@ class Workspace:
             qkv=qkv,
             q=qkv[:, :q_end].reshape(num_tokens, -1, layer.key_dim),
             k=qkv[:, q_end:k_end].reshape(num_tokens, -1, layer.key_dim),
-            v=qkv[:, k_end:v_end].reshape(num_tokens, -1, layer.value_dim),
+            v=v.reshape(num_tokens, -1, layer.value_dim),
             attended=attended_rows.reshape(num_tokens, layer.num_heads, layer.value_dim),
             attended_rows=attended_rows,
             gate_up=self._view("gate_up", num_tokens, 2 * layer.intermediate_size),
@@ -137,8 +140,11 @@ def qkv_width(layer: LayerConfig) -> int:
     if layer.latent is not None:
         return 0
     q = layer.num_heads * layer.key_dim
+    if layer.share_with is not None:
+        return q
     gate = layer.num_heads * layer.value_dim if layer.has_gate else 0
-    return q + layer.num_kv_heads * (layer.key_dim + layer.value_dim) + gate
+    values = 0 if layer.keys_are_values else layer.value_dim
+    return q + layer.num_kv_heads * (layer.key_dim + values) + gate
 
 
 def extra_widths(layer: LayerConfig) -> dict[str, int]:
@@ -147,6 +153,9 @@ def extra_widths(layer: LayerConfig) -> dict[str, int]:
     if layer.qk_norm is not None:
         q, k = layer.num_heads * layer.key_dim, layer.num_kv_heads * layer.key_dim
         widths |= {"q": q, "q_normed": q, "k": k, "k_normed": k}
+    if layer.has_value_norm:
+        values = layer.num_kv_heads * layer.value_dim
+        widths |= {"v": values, "v_normed": values}
     latent = layer.latent
     if latent is not None:
         entry = latent.latent_dim + latent.rope_dim

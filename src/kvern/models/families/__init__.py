@@ -7,6 +7,7 @@ from kvern.models.config import Config, Family
 from kvern.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, MINICPM3
 from kvern.models.families.falcon import FALCON
 from kvern.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from kvern.models.families.gemma4 import GEMMA4
 from kvern.models.families.gpt import GPT2, GPT_NEOX
 from kvern.models.families.gpt_oss import GPT_OSS
 from kvern.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
@@ -14,10 +15,11 @@ from kvern.models.families.lfm import LFM2
 from kvern.models.families.llama import LLAMA
 from kvern.models.families.llama4 import LLAMA4
 from kvern.models.families.mixtral import MIXTRAL
+from kvern.models.families.nemotron import NEMOTRON_H
 from kvern.models.families.olmo import OLMO2, OLMOE
 from kvern.models.families.phi import PHI3
 from kvern.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from kvern.models.families.qwen_next import QWEN3_NEXT
+from kvern.models.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from kvern.models.families.smollm import SMOLLM3
 
 FAMILIES: tuple[Family, ...] = (
@@ -30,6 +32,7 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA,
     GEMMA2,
     GEMMA3,
+    GEMMA4,
     PHI3,
     OLMO2,
     OLMOE,
@@ -38,6 +41,9 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE_MOE,
     GRANITE_HYBRID,
     QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    NEMOTRON_H,
     LFM2,
     GPT2,
     GPT_NEOX,

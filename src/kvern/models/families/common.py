@@ -151,6 +151,8 @@ def rope_of(
             f"({', '.join(SCALING_KINDS)})"
         )
     partial = scaling.get("partial_rotary_factor", number(config, "partial_rotary_factor", 1.0))
+    if scaling_kind(scaling) == "proportional":
+        partial = 1.0
     rotary_dim = optional_integer(config, "rotary_dim", int(dim * float(partial)))
     base = scaling.get("rope_theta")
     positions = optional_integer(config, "max_position_embeddings", DEFAULT_POSITIONS)

@@ -53,6 +53,7 @@ GPT_OSS = Family(
         HF_NAMES,
         router=_MLP + "router.weight",
         expert_gate_up=_MLP + "experts.gate_up_proj",
+        expert_gate="",
         expert_down=_MLP + "experts.down_proj",
         experts_transposed=True,
         experts_interleaved=True,

@@ -135,6 +135,7 @@ MOE_NAMES = replace(
     HF_NAMES,
     router=_MOE + "router.layer.weight",
     expert_gate_up=_MOE + "input_linear.weight",
+    expert_gate="",
     expert_down=_MOE + "output_linear.weight",
     gate_up=_LAYER + "shared_mlp.input_linear.weight",
     down=_LAYER + "shared_mlp.output_linear.weight",

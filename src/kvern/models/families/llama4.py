@@ -84,6 +84,7 @@ LLAMA4 = Family(
         down=_FF + "down_proj.weight",
         router=_FF + "router.weight",
         expert_gate_up=_FF + "experts.gate_up_proj",
+        expert_gate="",
         expert_down=_FF + "experts.down_proj",
         experts_transposed=True,
         shared_gate=_FF + "shared_expert.gate_proj.weight",

@@ -1,4 +1,4 @@
-"""Qwen3-Next: three gated delta nets, then full attention with a gate on its output; experts."""
+"""Qwen3-Next and Qwen3.5: three gated delta nets, then full attention with a gate on its output."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvern.models.families.common import (
     layer_kinds,
     optional_integer,
     rope_of,
+    text_config,
     usual_decoder,
     usual_layer,
 )
@@ -22,7 +23,8 @@ FULL, LINEAR = KINDS = ("full_attention", "linear_attention")
 
 
 def describe(config: Config) -> DecoderConfig:
-    """Read a Qwen3-Next configuration."""
+    """Read a Qwen3-Next or Qwen3.5 configuration, or the text part of a multimodal one."""
+    config = text_config(config)
     count, period = (
         integer(config, "num_hidden_layers"),
         int(config.get("full_attention_interval") or 4),
@@ -31,7 +33,9 @@ def describe(config: Config) -> DecoderConfig:
     partial = {"partial_rotary_factor": 0.25, **config}
     full = usual_layer(
         config,
-        intermediate_size=optional_integer(config, "intermediate_size", 5632),
+        intermediate_size=optional_integer(
+            config, "intermediate_size", integer(config, "hidden_size")
+        ),
         rope=rope_of(partial, head_dim_of(config)),
         qk_norm="head",
         has_gate=True,
@@ -58,23 +62,52 @@ def describe(config: Config) -> DecoderConfig:
 _MIXER = "model.layers.{i}.linear_attn."
 _SHARED = "model.layers.{i}.mlp.shared_expert"
 
+_NAMES = replace(
+    HF_NAMES,
+    state_conv=_MIXER + "conv1d.weight",
+    state_decay=_MIXER + "A_log",
+    state_step_bias=_MIXER + "dt_bias",
+    state_norm=_MIXER + "norm.weight",
+    state_output=_MIXER + "out_proj.weight",
+    shared_gate=_SHARED + ".gate_proj.weight",
+    shared_up=_SHARED + ".up_proj.weight",
+    shared_down=_SHARED + ".down_proj.weight",
+    shared_router=_SHARED + "_gate.weight",
+)
+
 QWEN3_NEXT = Family(
     name="qwen3_next",
     architectures=("Qwen3NextForCausalLM",),
     gguf_architectures=(),
     describe=describe,
     hf_names=replace(
-        HF_NAMES,
+        _NAMES,
         state_inputs=(_MIXER + "in_proj_qkvz.weight",),
         state_gates=(_MIXER + "in_proj_ba.weight",),
-        state_conv=_MIXER + "conv1d.weight",
-        state_decay=_MIXER + "A_log",
-        state_step_bias=_MIXER + "dt_bias",
-        state_norm=_MIXER + "norm.weight",
-        state_output=_MIXER + "out_proj.weight",
-        shared_gate=_SHARED + ".gate_proj.weight",
-        shared_up=_SHARED + ".up_proj.weight",
-        shared_down=_SHARED + ".down_proj.weight",
-        shared_router=_SHARED + "_gate.weight",
+    ),
+)
+
+QWEN3_5 = Family(
+    name="qwen3_5",
+    architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    gguf_architectures=(),
+    describe=describe,
+    hf_names=replace(
+        _NAMES,
+        state_inputs=(_MIXER + "in_proj_qkv.weight", _MIXER + "in_proj_z.weight"),
+        state_gates=(_MIXER + "in_proj_b.weight", _MIXER + "in_proj_a.weight"),
+    ),
+)
+
+QWEN3_5_MOE = Family(
+    name="qwen3_5_moe",
+    architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+    gguf_architectures=(),
+    describe=describe,
+    hf_names=replace(
+        QWEN3_5.hf_names,
+        expert_gate_up="model.layers.{i}.mlp.experts.gate_up_proj",
+        expert_down="model.layers.{i}.mlp.experts.down_proj",
+        expert_down_each=HF_NAMES.expert_down,
     ),
 )

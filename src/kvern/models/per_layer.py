@@ -1,0 +1,85 @@
+"""An embedding of each token for each layer, added behind the layer through a gate (Gemma 4).
+
+Together with a projection of the token's usual embedding it makes one small vector per layer; the layer's
+result gates it, and what comes out is projected up, normed and added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvern.kernels.protocol import Backend, Weight
+from kvern.models.loader import Loader
+from kvern.models.rowwise import plain_activation
+
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class PerLayerInputs:
+    """The embedding of all layers, and per layer a gate, a projection and a norm."""
+
+    embedding: Weight
+    projection: Weight
+    projection_norm: F32
+    gates: list[Weight]
+    outputs: list[Weight]
+    output_norms: list[F32]
+    eps: float
+    activation: str
+
+    def prepare(self, backend: Backend, token_ids: I32, hidden: F32) -> F32:
+        """Every layer's input, ``[T, layers, size]``, from the embedded tokens ``[T, hidden]``."""
+        size, shape = len(self.projection_norm), (len(hidden), self.projection.rows)
+        own, projected = np.empty(shape, np.float32), np.empty(shape, np.float32)
+        backend.embed(self.embedding, token_ids, own)
+        own *= np.float32(size**0.5)
+        backend.matmul(hidden, self.projection, projected)
+        projected *= np.float32(hidden.shape[1] ** -0.5)
+        normed = np.empty(shape, np.float32).reshape(-1, size)
+        backend.rms_norm(projected.reshape(-1, size), self.projection_norm, self.eps, normed)
+        both: F32 = (normed.reshape(shape) + own) * np.float32(2**-0.5)
+        return both.reshape(len(hidden), -1, size)
+
+    def add(self, backend: Backend, layer: int, inputs: F32, hidden: F32) -> None:
+        """Add a layer's input to its result ``hidden [T, hidden]``."""
+        num_tokens, _, size = inputs.shape
+        gate = np.empty((num_tokens, size), np.float32)
+        backend.matmul(hidden, self.gates[layer], gate)
+        scratch = np.empty((num_tokens, 2 * size), np.float32)
+        plain_activation(backend, gate, self.activation, scratch, gate)
+        gate *= inputs[:, layer]
+        out, normed = np.empty_like(hidden), np.empty_like(hidden)
+        backend.matmul(gate, self.outputs[layer], out)
+        backend.rms_norm(out, self.output_norms[layer], self.eps, normed)
+        backend.add(hidden, normed)
+
+
+def per_layer_inputs_of(loader: Loader) -> PerLayerInputs:
+    """Load them."""
+    config, names = loader.config, loader.names
+    size, hidden, count = config.per_layer_size, config.hidden_size, len(config.layers)
+    indices = range(count)
+    return PerLayerInputs(
+        embedding=loader.prepare(
+            loader.matrix(names.per_layer_embedding, config.vocab_size, count * size)
+        ),
+        projection=loader.prepare(loader.matrix(names.per_layer_input, count * size, hidden)),
+        projection_norm=loader.norm_weight(names.per_layer_input_norm, size),
+        gates=[
+            loader.prepare(loader.matrix(names.per_layer_gate, size, hidden, i=i)) for i in indices
+        ],
+        outputs=[
+            loader.prepare(loader.matrix(names.per_layer_output, hidden, size, i=i))
+            for i in indices
+        ],
+        output_norms=[
+            loader.norm_weight(names.per_layer_output_norm, hidden, i=i) for i in indices
+        ],
+        eps=config.norm_eps,
+        activation=config.per_layer_activation,
+    )
