@@ -113,9 +113,7 @@ def time_prompts(scheduler: Scheduler, repeats: int, rng: np.random.Generator) -
 
 def time_decodes(num_seqs: int, steps: int) -> dict[str, float]:
     """Milliseconds of plan + commit of a step with `num_seqs` decodes."""
-    scheduler = make_scheduler(
-        100_000, max_num_seqs=num_seqs, max_num_batched_tokens=8192
-    )
+    scheduler = make_scheduler(100_000, max_num_seqs=num_seqs, max_num_batched_tokens=8192)
     rng = np.random.default_rng(1)
     for number in range(num_seqs):
         length = 200 + number

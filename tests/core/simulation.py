@@ -17,6 +17,7 @@ from kvern.core.config import SchedulerConfig
 from kvern.core.plan import (
     Copy,
     RequestFinished,
+    RequestStarted,
     SampleFinished,
     StepPlan,
     StepResult,
@@ -241,6 +242,7 @@ class Simulation:
         self.scheduler = Scheduler(kv_plan(groups, num_blocks), config, self.clock)
         self.executor = PretendExecutor(self.scheduler)
         self.answers: dict[tuple[str, int], list[int]] = {}
+        self.started: dict[str, RequestStarted] = {}
         self.finished: dict[str, RequestFinished] = {}
         self.samples: dict[tuple[str, int], SampleFinished] = {}
         self.started_at: dict[str, int] = {}
@@ -279,6 +281,9 @@ class Simulation:
         assert len(plan.chunks) <= config.max_num_seqs
         assert self.scheduler.num_running <= config.max_num_seqs
         assert len({piece.seq.seq_id for piece in plan.chunks}) == len(plan.chunks)
+        for event in plan.started:
+            assert event.request_id not in self.started
+            self.started[event.request_id] = event
         for piece in plan.chunks:
             self.started_at.setdefault(piece.seq.request.request_id, plan.step)
             assert piece.length <= (config.max_chunk_tokens or piece.length)

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
+from tests.core.simulation import Simulation, full, right_answer, state, window
 
 from kvern.core.config import SchedulerConfig
 from kvern.core.plan import StepResult
 from kvern.core.sequence import Request
 from kvern.errors import CapacityError, InputError, IntegrityError, UsageError
-from tests.core.simulation import Simulation, full, right_answer, state, window
 
 
 def test_decodes_never_stall_behind_a_long_prompt():
@@ -108,9 +108,7 @@ def test_pre_001_pool_of_40_blocks_six_requests():
 def test_srv_001_overload_makes_progress():
     """64 blocks of 16: 32 requests of 30 + 20 blocks; one too big; 10 after a storm of aborts."""
     sim = Simulation([full(16)], 65, max_num_seqs=32, check=False)
-    requests = [
-        sim.add(f"r{i}", [(t * (i + 3)) % 101 for t in range(480)], 320) for i in range(32)
-    ]
+    requests = [sim.add(f"r{i}", [(t * (i + 3)) % 101 for t in range(480)], 320) for i in range(32)]
     last, steps = 0, 0
     while sim.scheduler.has_work:
         sim.step()

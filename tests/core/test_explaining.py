@@ -1,11 +1,11 @@
 """Every miss has a reason, every figure adds up, every event is told."""
 
 import pytest
+from tests.core.simulation import Simulation, full, state, window
 
 from kvern.core.events import BlocksRemoved, BlocksStored, CacheCleared
 from kvern.core.hashing import CacheKey
 from kvern.core.sequence import Request
-from tests.core.simulation import Simulation, full, state, window
 
 
 def reasons(done):
@@ -19,6 +19,17 @@ def test_never_stored():
     assert str(done.miss) == (
         "0 of 20 prompt tokens were cached; from token 0 on nothing was ever stored"
     )
+
+
+def test_a_start_is_told_with_its_hit_and_its_waiting_time():
+    sim = Simulation([full()], 50, max_num_seqs=1)
+    sim.ask("a", list(range(20)), 3)
+    sim.add("b", list(range(20)), 3)
+    sim.add("c", [1], 1)
+    sim.run()
+    assert sim.started["b"].num_cached_tokens == sim.finished["b"].num_cached_tokens == 19
+    assert sim.started["b"].miss is sim.finished["b"].miss
+    assert (sim.started["b"].queue_s, sim.started["c"].queue_s) == (0.0, 3.0)
 
 
 def test_last_token():
@@ -46,7 +57,8 @@ def test_text_differs_at_a_token():
 def test_thk_001_a_template_that_drops_thinking():
     """The next turn renders history without its thinking: the first differing token is named."""
     sim = Simulation([full(4)], 2000, check=False)
-    history = list(range(100, 140))
+    history: list[int] = list(range(100, 140))
+    before: list[int] = []
     for turn in range(6):
         thinking = [7, *[500 + turn] * 20, 8]
         done = sim.ask(f"turn{turn}", [*history, *thinking, 9, 9], 5)

@@ -17,7 +17,9 @@ GROUPS = {
 @pytest.mark.parametrize("name", GROUPS)
 @pytest.mark.parametrize("settings", [{}, {"enable_prefix_caching": False}, {"no_cache": True}])
 def test_answers_are_right_alone_and_together(name, settings):
-    sim = Simulation(GROUPS[name], 200, max_num_batched_tokens=16, state_checkpoint_tokens=8, **settings)
+    sim = Simulation(
+        GROUPS[name], 200, max_num_batched_tokens=16, state_checkpoint_tokens=8, **settings
+    )
     requests = [
         sim.add(f"r{i}", [1, 2, 3] * i + [i], max_tokens=7, n=1 + i % 3) for i in range(1, 8)
     ]

@@ -43,7 +43,9 @@ def test_pfx_007_keys_of_different_kinds_never_meet(one, other):
 
     def root(triple):
         adapter, salt, regime = triple
-        return CacheKey(adapter=adapter, cache_salt=salt, position_regime=regime or "").root_hash(b"")
+        return CacheKey(adapter=adapter, cache_salt=salt, position_regime=regime or "").root_hash(
+            b""
+        )
 
     def normal(triple):
         return (*triple[:2], triple[2] or "")

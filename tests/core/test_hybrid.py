@@ -2,10 +2,6 @@
 
 import numpy as np
 import pytest
-
-from kvern.core.plan import Copy, Zero
-from kvern.core.rules import make_rules
-from kvern.spec import Chunk, Window
 from tests.core.simulation import (
     Simulation,
     chunk,
@@ -15,6 +11,10 @@ from tests.core.simulation import (
     state,
     window,
 )
+
+from kvern.core.plan import Copy, Zero
+from kvern.core.rules import make_rules
+from kvern.spec import Chunk, Window
 
 HYBRIDS = {
     "full_window": [full(), window(6)],
@@ -30,10 +30,14 @@ def rule_of(group):
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 16])
-@pytest.mark.parametrize("reach", [Window(1), Window(5), Window(16), Window(7, 3), Chunk(8), Chunk(5)])
+@pytest.mark.parametrize(
+    "reach", [Window(1), Window(5), Window(16), Window(7, 3), Chunk(8), Chunk(5)]
+)
 def test_kept_blocks_are_those_of_live_positions(reach, block_size):
     group = window(1, block_size)
-    rule = rule_of(type(group)(group.layers, type(group.spec)(group.spec.content, reach), block_size, 1024))
+    rule = rule_of(
+        type(group)(group.layers, type(group.spec)(group.spec.content, reach), block_size, 1024)
+    )
     before = None
     for length in range(1, 70):
         live = {p // block_size for a, b in reach.live(length) for p in range(a, b)}

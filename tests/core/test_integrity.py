@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from tests.core.simulation import Simulation, full, right_answer, state, window
 
 from kvern.errors import IntegrityError
-from tests.core.simulation import Simulation, full, right_answer, state, window
 
 
 def busy(groups=None):

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from tests.core.simulation import Simulation, chunk, full, right_answer, state, window
 
 from kvern.core.sequence import Media
 from kvern.errors import CapacityError
-from tests.core.simulation import Simulation, chunk, full, right_answer, state, window
 
 GROUPS = {
     "full": lambda: [full()],

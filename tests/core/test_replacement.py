@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from tests.core.simulation import Simulation, full
 
 from kvern.core.replacement import POLICIES, make_queue
 from kvern.errors import UsageError
-from tests.core.simulation import Simulation, full
 
 
 def prompt(number, length=17):

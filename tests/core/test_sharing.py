@@ -3,9 +3,6 @@
 import itertools
 
 import pytest
-
-from kvern.core.plan import Copy
-from kvern.core.sequence import Media, Request
 from tests.core.simulation import (
     Simulation,
     candidates,
@@ -18,8 +15,11 @@ from tests.core.simulation import (
     window,
 )
 
+from kvern.core.plan import Copy
+from kvern.core.sequence import Media, Request
 
-def test_the_last_prompt_token_is_always_computed():
+
+def test_pfx_012_the_last_prompt_token_is_always_computed():
     for length, block_size in itertools.product((1, 2, 15, 16, 17, 32), (1, 16)):
         sim = Simulation([full(block_size)], 200)
         prompt = list(range(length))
@@ -60,7 +60,7 @@ def test_narrow_formats_do_not_copy_part_of_a_block():
     sim.ask("a", list(range(40)), 1)
     done = sim.ask("b", [*range(20), 99], 1)
     assert done.num_cached_tokens == 16
-    assert [reason.kind for reason in done.miss.reasons][0] == "tail_not_copyable"
+    assert done.miss.reasons[0].kind == "tail_not_copyable"
 
 
 def test_generated_tokens_are_found_by_the_next_turn():

@@ -15,6 +15,7 @@ import numpy as np
 from kvern.core.config import STARVATION_FACTOR
 from kvern.core.matching import Match, match, no_match
 from kvern.core.miss import explain
+from kvern.core.plan import RequestStarted
 from kvern.core.planner import extend, lowest_below, withdraw
 from kvern.core.sequence import Sequence
 from kvern.core.state import Draft, SchedulerState
@@ -155,6 +156,10 @@ def _start(state: SchedulerState, draft: Draft, seq: Sequence, full: Match, foun
     if is_first:
         record.miss = explain(state, seq, full, found)
         record.num_cached_tokens = found.num_tokens
+        queue_s = state.clock() - record.arrival
+        draft.started.append(
+            RequestStarted(seq.request.request_id, found.num_tokens, record.miss, queue_s)
+        )
     state.waiting.remove(seq)
     state.start(seq)
     state.residency.arrive(seq, found)

@@ -64,13 +64,37 @@ class Zero(NamedTuple):
 BlockOp = Copy | Zero
 
 
+class RequestStarted(NamedTuple):
+    """A request takes part in a step for the first time.
+
+    Attributes:
+        request_id: the request.
+        num_cached_tokens: prompt tokens that were found in the cache.
+        miss: what was found and why not more.
+        queue_s: seconds between its arrival and its start.
+    """
+
+    request_id: str
+    num_cached_tokens: int
+    miss: MissReport
+    queue_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: `ops` are carried out first and in order, then all `chunks` as one batch."""
+    """One step: `ops` are carried out first and in order, then all `chunks` as one batch.
+
+    Attributes:
+        step: number of the step, counting from 1.
+        ops: block operations.
+        chunks: what to compute, at most one chunk per sequence.
+        started: requests that take part for the first time, for whoever watches.
+    """
 
     step: int
     ops: tuple[BlockOp, ...]
     chunks: tuple[Chunk, ...]
+    started: tuple[RequestStarted, ...] = ()
 
     @property
     def num_scheduled_tokens(self) -> int:

@@ -32,7 +32,6 @@ from kvern.core.stats import CacheStats
 from kvern.errors import CapacityError, InputError, IntegrityError
 from kvern.spec import KVPlan
 
-
 NO_CONTEXT = 1 << 30
 """Longest sequence of a model whose cache does not grow, when no context length is set."""
 
@@ -168,7 +167,9 @@ class Scheduler:
             admit(state, draft)
         self._step += 1
         self._draft = draft
-        self._plan = StepPlan(self._step, tuple(draft.ops), tuple(draft.chunks.values()))
+        self._plan = StepPlan(
+            self._step, tuple(draft.ops), tuple(draft.chunks.values()), tuple(draft.started)
+        )
         return self._plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Event]:

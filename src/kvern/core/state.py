@@ -11,7 +11,7 @@ from kvern.core.clock import Clock
 from kvern.core.config import SchedulerConfig
 from kvern.core.hashing import CacheKey
 from kvern.core.index import PrefixIndex
-from kvern.core.plan import BlockOp, Chunk
+from kvern.core.plan import BlockOp, Chunk, RequestStarted
 from kvern.core.pool import BlockPool
 from kvern.core.residency import Residency, StateCopy
 from kvern.core.rules import GroupRule
@@ -49,6 +49,7 @@ class Draft:
         fixed: sequences that operations of this step belong to: they stay.
         held: runs of blocks that the step reads; released at commit.
         copies: states that the step copies, to be published at commit.
+        started: requests that start with this step.
     """
 
     budget: int
@@ -57,6 +58,7 @@ class Draft:
     fixed: set[int] = field(default_factory=set)
     held: list[Int32] = field(default_factory=list)
     copies: list[StateCopy] = field(default_factory=list)
+    started: list[RequestStarted] = field(default_factory=list)
 
 
 @dataclass(slots=True)
