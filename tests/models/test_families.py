@@ -419,6 +419,96 @@ CASES = [
         ),
         "nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-BF16.json",
     ),
+    Case(
+        "ministral3",
+        "Ministral3ForCausalLM",
+        small(rope_parameters={**YARN, "llama_4_scaling_beta": 0.1}, head_dim=16),
+        "mistralai--Ministral-3-8B-Base-2512.json",
+    ),
+    Case(
+        "kimi-k2",
+        "DeepseekV3ForCausalLM",
+        {
+            **LATENT,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        "moonshotai--Kimi-K2-Thinking.json",
+    ),
+    Case(
+        "glm-4.5",
+        "Glm4MoeForCausalLM",
+        small(
+            head_dim=16,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=40,
+            n_group=2,
+            topk_group=1,
+            attention_bias=True,
+            use_qk_norm=True,
+        ),
+        "zai-org--GLM-4.5-Air.json",
+    ),
+    Case(
+        "minimax-m2",
+        "MiniMaxM2ForCausalLM",
+        small(head_dim=16, rotary_dim=8, num_local_experts=6, num_experts_per_tok=2),
+        "MiniMaxAI--MiniMax-M2.5.json",
+    ),
+    Case(
+        "command-r",
+        "CohereForCausalLM",
+        small(),
+        "CohereForAI--c4ai-command-r-v01.json",
+        drop=("head_dim",),
+    ),
+    Case(
+        "starcoder2",
+        "Starcoder2ForCausalLM",
+        small(sliding_window=9),
+        "bigcode--starcoder2-3b.json",
+        drop=("head_dim",),
+    ),
+    Case(
+        "opt",
+        "OPTForCausalLM",
+        {
+            k: v
+            for k, v in small(ffn_dim=96, word_embed_proj_dim=64, init_std=0.2).items()
+            if k not in ("intermediate_size", "num_key_value_heads")
+        },
+        "facebook--opt-125m.json",
+        drop=("num_key_value_heads", "head_dim"),
+    ),
+    Case(
+        "gptj",
+        "GPTJForCausalLM",
+        {
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+            "rotary_dim": 8,
+            "vocab_size": 151,
+            "num_hidden_layers": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        "EleutherAI--gpt-j-6B.json",
+        drop=(
+            "num_hidden_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ),
+    ),
 ]
 IDS = [case.family for case in CASES]
 

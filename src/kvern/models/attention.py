@@ -152,8 +152,10 @@ class HeadsAttention:
         return target.reshape(x.shape)
 
 
-def _temperatures(positions: npt.NDArray[np.int32], floor: float, factor: float) -> F32:
+def _temperatures(
+    positions: npt.NDArray[np.int32], floor: float, factor: float, start: float
+) -> F32:
     """``[T, 1, 1]``; see `LayerConfig.query_temperature`."""
-    steps = np.floor((positions.astype(np.float32) + np.float32(1)) / np.float32(floor))
+    steps = np.floor((positions.astype(np.float32) + np.float32(start)) / np.float32(floor))
     factors: F32 = np.log1p(steps) * np.float32(factor) + np.float32(1)
     return factors[:, None, None]

@@ -176,8 +176,8 @@ class LayerConfig:
             at once; ``unit``: per head without a weight, after the rotation (Llama 4); None for
             none.
         has_sinks: a learned logit per head takes part in the softmax without a value (gpt-oss).
-        query_temperature: (floor, factor): queries at position p are multiplied by
-            ``1 + factor * log(1 + floor((p + 1) / floor))`` (arXiv:2501.19399; Llama 4). None for
+        query_temperature: (floor, factor, start): queries at position p are multiplied by
+            ``1 + factor * log(1 + floor((p + start) / floor))`` (arXiv:2501.19399; Llama 4). None for
             none.
         has_gate: attention's output is multiplied by a sigmoid gate that the query projection also
             yields (Qwen3-Next).
@@ -205,7 +205,7 @@ class LayerConfig:
     softcap: float | None = None
     qk_norm: str | None = None
     has_sinks: bool = False
-    query_temperature: tuple[float, float] | None = None
+    query_temperature: tuple[float, float, float] | None = None
     has_gate: bool = False
     share_with: int | None = None
     has_value_norm: bool = False

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 from kvern.errors import UnsupportedModelError
 from kvern.models.config import Config, Family
+from kvern.models.families.cohere import COHERE
 from kvern.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, MINICPM3
 from kvern.models.families.falcon import FALCON
 from kvern.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from kvern.models.families.gemma4 import GEMMA4
-from kvern.models.families.gpt import GPT2, GPT_NEOX
+from kvern.models.families.glm import GLM4_MOE
+from kvern.models.families.gpt import GPT2, GPT_NEOX, GPTJ
 from kvern.models.families.gpt_oss import GPT_OSS
 from kvern.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from kvern.models.families.lfm import LFM2
-from kvern.models.families.llama import LLAMA
+from kvern.models.families.llama import LLAMA, MINISTRAL3
 from kvern.models.families.llama4 import LLAMA4
+from kvern.models.families.minimax import MINIMAX_M2
 from kvern.models.families.mixtral import MIXTRAL
 from kvern.models.families.nemotron import NEMOTRON_H
 from kvern.models.families.olmo import OLMO2, OLMOE
+from kvern.models.families.opt import OPT
 from kvern.models.families.phi import PHI3
 from kvern.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from kvern.models.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from kvern.models.families.smollm import SMOLLM3
+from kvern.models.families.starcoder import STARCODER2
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
+    MINISTRAL3,
     MIXTRAL,
     QWEN2,
     QWEN2_MOE,
@@ -53,6 +59,12 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     MINICPM3,
+    GLM4_MOE,
+    MINIMAX_M2,
+    COHERE,
+    STARCODER2,
+    OPT,
+    GPTJ,
 )
 
 

@@ -56,7 +56,9 @@ def _layer(config: Config, inner: int, interleaved: bool) -> LayerConfig:
     )
 
 
-def _layers(config: Config, dense: LayerConfig, experts: ExpertsConfig) -> list[LayerConfig]:
+def dense_then_experts(
+    config: Config, dense: LayerConfig, experts: ExpertsConfig
+) -> list[LayerConfig]:
     """Dense layers first, experts after ``first_k_dense_replace`` of them."""
     first, step = (
         int(config.get("first_k_dense_replace") or 0),
@@ -79,6 +81,19 @@ def _experts(config: Config, **changes: object) -> ExpertsConfig:
     return replace(experts, **changes)  # type: ignore[arg-type]
 
 
+def v3_experts(config: Config) -> ExpertsConfig:
+    """DeepSeek-V3's experts: sigmoid scores, a bias per expert for the choice, groups by their best two."""
+    return _experts(
+        config,
+        scoring="sigmoid",
+        is_normalized=flag(config, "norm_topk_prob", True),
+        has_score_bias=True,
+        num_groups=optional_integer(config, "n_group", 1),
+        num_chosen_groups=optional_integer(config, "topk_group", 1),
+        group_score="top2",
+    )
+
+
 def describe_v2(config: Config) -> DecoderConfig:
     """Read a DeepSeek-V2 configuration."""
     method = config.get("topk_method") or "greedy"
@@ -94,23 +109,15 @@ def describe_v2(config: Config) -> DecoderConfig:
         num_chosen_groups=optional_integer(config, "topk_group", 1) if in_groups else 1,
     )
     dense = _layer(config, integer(config, "intermediate_size"), interleaved=True)
-    return usual_decoder(config, _layers(config, dense, experts))
+    return usual_decoder(config, dense_then_experts(config, dense, experts))
 
 
 def describe_v3(config: Config) -> DecoderConfig:
     """Read a DeepSeek-V3 configuration."""
-    experts = _experts(
-        config,
-        scoring="sigmoid",
-        is_normalized=flag(config, "norm_topk_prob", True),
-        has_score_bias=True,
-        num_groups=optional_integer(config, "n_group", 1),
-        num_chosen_groups=optional_integer(config, "topk_group", 1),
-        group_score="top2",
-    )
+    experts = v3_experts(config)
     interleaved = flag(config, "rope_interleave", True)
     dense = _layer(config, integer(config, "intermediate_size"), interleaved)
-    return usual_decoder(config, _layers(config, dense, experts))
+    return usual_decoder(config, dense_then_experts(config, dense, experts))
 
 
 def describe_minicpm3(config: Config) -> DecoderConfig:

@@ -1,4 +1,4 @@
-"""GPT-2 (learned positions) and GPT-NeoX / Pythia (partial rotary, parallel residual)."""
+"""GPT-2 (learned positions), GPT-J and GPT-NeoX / Pythia (partial rotary, parallel residual)."""
 
 from __future__ import annotations
 
@@ -41,12 +41,42 @@ def grouped_rows(layer: LayerConfig) -> Any:
     )
 
 
-def describe_gpt2(config: Config) -> DecoderConfig:
-    """Read a GPT-2 configuration, with its own field names."""
+def _usual_names(config: Config) -> dict[str, Any]:
+    """A configuration with GPT-2's field names, under the usual ones too."""
     fields: dict[str, Any] = dict(config)
     for theirs, ours in GPT2_FIELDS.items():
         if fields.get(ours) is None:
             fields[ours] = config.get(theirs)
+    return fields
+
+
+def describe_gptj(config: Config) -> DecoderConfig:
+    """Read a GPT-J configuration: one norm for both parts, neighbouring rotary pairs."""
+    fields = _usual_names(config)
+    layer = usual_layer(
+        fields,
+        intermediate_size=optional_integer(
+            fields, "intermediate_size", 4 * integer(fields, "hidden_size")
+        ),
+        activation=activation(fields, "gelu_new", ("activation_function",)),
+        rope=rope_of(fields, head_dim_of(fields), interleaved=True),
+        is_gated=False,
+    )
+    return usual_decoder(
+        fields,
+        [layer] * integer(fields, "num_hidden_layers"),
+        norm="layer",
+        norm_bias=True,
+        norm_eps=number(fields, "layer_norm_eps", 1e-5),
+        is_parallel=True,
+        head_bias=True,
+        mlp_bias=True,
+    )
+
+
+def describe_gpt2(config: Config) -> DecoderConfig:
+    """Read a GPT-2 configuration, with its own field names."""
+    fields = _usual_names(config)
     refuse(config, "scale_attn_by_inverse_layer_idx", False, "GPT-2")
     refuse(config, "scale_attn_weights", True, "GPT-2")
     refuse(config, "add_cross_attention", False, "GPT-2")
@@ -132,6 +162,25 @@ GPT2 = Family(
     ),
     gguf_names=PLAIN_GGUF_NAMES,
     is_transposed=True,
+)
+
+GPTJ = Family(
+    name="gptj",
+    architectures=("GPTJForCausalLM",),
+    gguf_architectures=(),
+    describe=describe_gptj,
+    hf_names=TensorNames(
+        embedding="transformer.wte.weight",
+        final_norm="transformer.ln_f.weight",
+        head="lm_head.weight",
+        attention_norm=_H + "ln_1.weight",
+        q=_H + "attn.q_proj.weight",
+        k=_H + "attn.k_proj.weight",
+        v=_H + "attn.v_proj.weight",
+        output=_H + "attn.out_proj.weight",
+        up=_H + "mlp.fc_in.weight",
+        down=_H + "mlp.fc_out.weight",
+    ),
 )
 
 GPT_NEOX = Family(

@@ -35,6 +35,21 @@ def describe(config: Config) -> DecoderConfig:
     return usual_decoder(config, [layers[kind] for kind in kinds])
 
 
+def describe_ministral3(config: Config) -> DecoderConfig:
+    """Read a Ministral 3 configuration: queries grow with their distance past the original length."""
+    decoder = describe(config)
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    beta = scaling.get("llama_4_scaling_beta")
+    if not beta:
+        return decoder
+    floor = integer(scaling, "original_max_position_embeddings")
+    layers = (
+        replace(layer, query_temperature=(float(floor), float(beta), 0.0))
+        for layer in decoder.layers
+    )
+    return replace(decoder, layers=tuple(layers))
+
+
 def variant(config: Config, family: Family) -> Family:
     """A GGUF file of Mixtral calls itself llama, and has experts."""
     return replace(family, describe=describe_experts) if config.get("num_experts") else family
@@ -49,4 +64,12 @@ LLAMA = Family(
     gguf_names=GGUF_NAMES,
     gguf_rope_interleaved=True,
     variant=variant,
+)
+
+MINISTRAL3 = Family(
+    name="ministral3",
+    architectures=("Ministral3ForCausalLM",),
+    gguf_architectures=(),
+    describe=describe_ministral3,
+    hf_names=HF_NAMES,
 )

@@ -64,7 +64,11 @@ def _layer(config: Config, kind: str, turns: bool) -> LayerConfig:
         else None,
         chunk=integer(config, "attention_chunk_size") if kind == "chunked_attention" else None,
         qk_norm="unit" if turns and flag(config, "use_qk_norm", True) else None,
-        query_temperature=(number(config, "floor_scale", 8192), number(config, "attn_scale", 0.1))
+        query_temperature=(
+            number(config, "floor_scale", 8192),
+            number(config, "attn_scale", 0.1),
+            1.0,
+        )
         if has_temperature
         else None,
     )
