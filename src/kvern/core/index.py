@@ -66,7 +66,7 @@ class PrefixIndex:
         self._clock = clock
         self._secret = secret
         self.roots: dict[CacheKey, int] = {}
-        self._root_keys: dict[int, CacheKey] = {}
+        self._root_keys: dict[int, tuple[CacheKey, bytes]] = {}
         self.state_entries: OrderedDict[int, Int32] = OrderedDict()
         self.num_state_pages = 0
         self._max_state_pages = num_blocks if max_state_pages is None else max_state_pages
@@ -74,18 +74,19 @@ class PrefixIndex:
 
     # ---------------------------------------------------------------------------------- roots
 
-    def root_hash(self, key: CacheKey) -> bytes:
-        """Hash of the empty prefix under a key."""
-        return key.root_hash(self._secret)
+    def root_hash(self, root: int) -> bytes:
+        """Hash of the empty prefix of a root node."""
+        return self._root_keys[root][1]
 
     def hold_root(self, key: CacheKey) -> int:
         """The root node of a key, with one more reference."""
         root = self.roots.get(key)
         if root is None:
-            low, high = hash_columns(self.root_hash(key), self.hash_bits)
+            name = key.root_hash(self._secret)
+            low, high = hash_columns(name, self.hash_bits)
             root = self.tree.add_root(int(low[0]), int(high[0]))
             self.roots[key] = root
-            self._root_keys[root] = key
+            self._root_keys[root] = key, name
         self.tree.refs[root] += 1
         return root
 
@@ -96,7 +97,8 @@ class PrefixIndex:
             self.tree.remove_idle(np.array([node], np.int32))
 
     def _forget_root(self, root: int) -> None:
-        del self.roots[self._root_keys.pop(root)]
+        key, _ = self._root_keys.pop(root)
+        del self.roots[key]
 
     # -------------------------------------------------------------------------------- sealing
 

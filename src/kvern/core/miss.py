@@ -30,7 +30,7 @@ MissKind = Literal[
     "asked_to_ignore",
 ]
 
-MAX_KEYS = 64
+MAX_KEYS = 32
 """Other cache keys that are tried when nothing at all was found."""
 
 
@@ -199,12 +199,15 @@ def _other_key(state: SchedulerState, seq: Sequence) -> tuple[str, ...]:
     if seq.num_tokens < index.span:
         return ()
     tokens = seq.token_ids(0, index.span)
-    for key in list(index.roots)[-MAX_KEYS:]:
-        if key == own:
-            continue
-        root = index.roots[key]
-        name = hash_spans(index.root_hash(key), tokens, index.span, request.media, 0)
-        low, high = as_columns(name, index.hash_bits)
-        if index.tree.find(np.array([root], np.int32), low, high, tokens[None])[0]:
-            return key.differences(own)
-    return ()
+    keys = [key for key in list(index.roots)[-MAX_KEYS:] if key != own]
+    if not keys:
+        return ()
+    roots = np.array([index.roots[key] for key in keys], np.int32)
+    names = (
+        hash_spans(index.root_hash(root), tokens, index.span, request.media, 0)
+        for root in roots.tolist()
+    )
+    low, high = as_columns(b"".join(names), index.hash_bits)
+    found = index.tree.find(roots, low, high, np.broadcast_to(tokens, (len(keys), index.span)))
+    places = np.flatnonzero(found)
+    return keys[places[0]].differences(own) if len(places) else ()

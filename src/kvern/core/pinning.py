@@ -19,7 +19,7 @@ def pin_prefix(state: SchedulerState, pin_id: int, request: Request, ttl_s: floa
     key = state.key_of(request)
     root = state.index.hold_root(key)
     record = RequestRecord(request, 0, 0.0, prompt, 0)
-    hashes = SpanHashes(state.index.root_hash(key))
+    hashes = SpanHashes(state.index.root_hash(root))
     seq.book = SequenceBook((0, 0.0, 0, 0), record, hashes, root, root)
     found = match(state.index, seq)
     runs: list[Int32] = []

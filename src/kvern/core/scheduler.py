@@ -68,6 +68,7 @@ class Scheduler:
             index, shares=config.shares, checkpoint_tokens=config.state_checkpoint_tokens
         )
         self.state = SchedulerState(config, rules, index, index.pool, residency, clock)
+        self._longest = self._longest_that_fits(kv_plan.num_blocks - 1, config.max_model_len)
         self._draft: Draft | None = None
         self._plan: StepPlan | None = None
         self._step = 0
@@ -101,7 +102,7 @@ class Scheduler:
         root = state.index.hold_root(key)
         state.index.tree.refs[root] += 1
         rank = (request.priority, arrival, self._num_added, 0)
-        hashes = SpanHashes(state.index.root_hash(key))
+        hashes = SpanHashes(state.index.root_hash(root))
         seq.book = SequenceBook(rank, record, hashes, root, root)
         state.residency.schedule_events(seq)
         record.live.append(seq)
@@ -277,7 +278,7 @@ class Scheduler:
                 f"{context - num_prompt_tokens:,} tokens"
             )
         usable = self.kv_plan.num_blocks - 1
-        longest = self._longest_that_fits(usable, context)
+        longest = self._longest
         least = num_prompt_tokens + max(wanted or 0, 1) - 1
         if least > longest:
             raise CapacityError(
