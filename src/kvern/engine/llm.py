@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,8 +25,9 @@ from kvern.engine.params import SamplingParams
 from kvern.engine.runner import WorkCounters
 from kvern.engine.sampler import Sampling
 from kvern.engine.settings import EngineSettings
+from kvern.engine.step_loop import StepLoop
 from kvern.engine.tracking import RequestState, Tracker
-from kvern.errors import InputError, IntegrityError, KvernError
+from kvern.errors import InputError, KvernError
 
 Prompt = str | Sequence[int]
 """A prompt as text or as token ids."""
@@ -69,12 +69,12 @@ class LLM:
             TypeError: an option that does not exist.
         """
         self.settings = settings or EngineSettings(**options)
-        self._clock = clock
-        self._loaded: LoadedModel | None = load(
-            model, self.settings, clock, share_weights_with.model if share_weights_with else None
+        base = share_weights_with.model if share_weights_with else None
+        self._loaded: LoadedModel | None = load(model, self.settings, clock, base)
+        tracker = Tracker(self._loaded.tokenizer, clock)
+        self._open_loop: StepLoop | None = StepLoop(
+            self._loaded.scheduler, self._loaded.runner, tracker, clock
         )
-        self._tracker = Tracker(self._loaded.tokenizer, clock)
-        self._lock = threading.RLock()
         self._ids = itertools.count()
 
     # -- asking ------------------------------------------------------------------------------------
@@ -99,19 +99,15 @@ class LLM:
             InputError: a prompt or parameter that cannot be served; nothing has run then.
         """
         listed = _as_prompts(prompts)
-        each = _as_params(params, len(listed))
-        with self._lock:
-            states = self._submit_all(listed, each)
-        done = 0
+        states = self._submit(listed, _as_params(params, len(listed)))
         try:
-            for state in states:
+            for done, state in enumerate(states, 1):
                 while state.output is None:
-                    self._advance(functools.partial(_is_finished, state))
-                done += 1
+                    self._loop.advance(functools.partial(_is_finished, state))
                 if on_progress is not None:
                     on_progress(done, len(states))
         finally:
-            self._forget(states)
+            self._loop.release(states)
         return [state.output for state in states if state.output is not None]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
@@ -119,22 +115,21 @@ class LLM:
 
         Leaving the loop early aborts the request.
         """
-        with self._lock:
-            (state,) = self._submit_all([prompt], [params or SamplingParams()])
+        (state,) = self._submit([prompt], [params or SamplingParams()])
         return self._deltas(state)
 
     def _deltas(self, state: RequestState) -> Iterator[StreamDelta]:
         try:
             while True:
                 while not state.deltas:
-                    self._advance(lambda: bool(state.deltas))
+                    self._loop.advance(lambda: bool(state.deltas))
                 delta = state.deltas.popleft()
                 if delta.text or delta.token_ids or delta.finish_reason or delta.output:
                     yield delta
                 if delta.output is not None:
                     return
         finally:
-            self._forget([state])
+            self._loop.release([state])
 
     def score(self, prompts: Sequence[Prompt]) -> list[npt.NDArray[np.float64]]:
         """Log-probabilities of given tokens.
@@ -146,101 +141,64 @@ class LLM:
             Per prompt float64 ``[len(ids) - 1]``: the natural log-probability of each token after the first,
             given those before it. Every position is computed, so no cached prefix is used.
         """
-        requests: list[Request] = []
-        with self._lock:
-            for prompt in prompts:
-                ids = self.token_ids(prompt)
-                if len(ids) < 2:
-                    raise InputError(f"scoring needs at least 2 tokens, got {len(ids)}")
-                requests.append(self._request(ids, SamplingParams(), needs_all_logits=True))
-            states = [self._add(request, None) for request in requests]
+        requests: list[tuple[Request, str | None]] = []
+        for prompt in prompts:
+            ids = self.token_ids(prompt)
+            if len(ids) < 2:
+                raise InputError(f"scoring needs at least 2 tokens, got {len(ids)}")
+            requests.append((self._request(ids, SamplingParams(), needs_all_logits=True), None))
+        runner = self._model.runner
+        states = self._loop.submit(requests)
         try:
             for state in states:
                 while state.output is None:
-                    self._advance(functools.partial(_is_finished, state))
-            return [self._model.runner.take_scores(state.request_id) for state in states]
+                    self._loop.advance(functools.partial(_is_finished, state))
+            return [runner.take_scores(state.request_id) for state in states]
         finally:
-            self._forget(states)
+            self._loop.release(states)
             for state in states:
-                self._model.runner.take_scores(state.request_id)
+                runner.take_scores(state.request_id)
 
-    def abort(self, request_id: str) -> None:
-        """End a request now; its blocks are given back, what is finished stays in the cache."""
-        with self._lock:
-            self._tracker.consume(self._model.scheduler.abort(request_id), self._finish_sample)
-
-    # -- submitting and stepping: what the async engine builds on ---------------------------------------
+    # -- submitting and stepping: what the async engine builds on ------------------------------------
 
     def submit(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
     ) -> RequestState:
         """Add a request without waiting for it; see `step`. Raises InputError as `generate`."""
-        with self._lock:
-            ids = self.token_ids(prompt)
-            request = self._request(ids, params or SamplingParams(), request_id=request_id)
-            return self._add(request, prompt if isinstance(prompt, str) else None)
+        (state,) = self._submit([prompt], [params or SamplingParams()], request_id)
+        return state
 
     def release(self, state: RequestState) -> None:
         """Forget a submitted request; aborts it when it still runs."""
-        self._forget([state])
+        self._loop.release([state])
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; its blocks are given back, what is finished stays in the cache."""
+        self._loop.abort(request_id)
 
     def step(self) -> bool:
         """Plan, execute and commit one step for all requests; False when there was nothing to do."""
-        with self._lock:
-            scheduler = self._model.scheduler
-            if not scheduler.has_work:
-                return False
-            plan = scheduler.plan()
-            self._tracker.note_started(plan.chunks)
-            try:
-                result = self._model.runner.execute(plan)
-            except BaseException:
-                self._tracker.consume(scheduler.discard(plan), self._finish_sample)
-                raise
-            failures = self._model.runner.take_failures()
-            for request_id, sentence in failures.items():
-                if request_id in self._tracker.requests:
-                    self._tracker.requests[request_id].error = sentence
-            self._tracker.consume(scheduler.commit(plan, result), self._finish_sample)
-            for request_id in failures:
-                self.abort(request_id)
-            return True
+        return self._loop.step()
 
     @property
     def has_work(self) -> bool:
         """Whether any request waits or runs."""
-        with self._lock:
-            return self._model.scheduler.has_work
+        return self._loop.has_work
 
-    def _advance(self, is_ready: Callable[[], bool]) -> None:
-        """One step, unless another thread's step has already brought what the caller waits for."""
-        with self._lock:
-            if not is_ready() and not self.step():
-                raise IntegrityError(
-                    "a request is lost: it has no result and nothing is left to do"
-                )
-
-    def _finish_sample(self, request_id: str, sample_index: int, reason: str) -> None:
-        events = self._model.scheduler.finish(request_id, sample_index, reason)
-        self._tracker.consume(events, self._finish_sample)
-
-    def _submit_all(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    def _submit(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        request_id: str | None = None,
     ) -> list[RequestState]:
-        """Add all of them, or, when one is refused, none."""
         requests = [
-            self._request(self.token_ids(prompt), each)
+            (
+                self._request(self.token_ids(prompt), each, request_id),
+                prompt if isinstance(prompt, str) else None,
+            )
             for prompt, each in zip(prompts, params, strict=True)
         ]
-        texts = (prompt if isinstance(prompt, str) else None for prompt in prompts)
-        states: list[RequestState] = []
-        try:
-            for request, text in zip(requests, texts, strict=True):
-                states.append(self._add(request, text))
-        except KvernError:
-            self._forget(states)
-            raise
-        return states
+        return self._loop.submit(requests)
 
     def _request(
         self,
@@ -250,6 +208,8 @@ class LLM:
         needs_all_logits: bool = False,
     ) -> Request:
         tokenizer = self._model.tokenizer
+        if params.stop:
+            require_tokenizer(self._model)  # stop strings are text
         ends = frozenset() if tokenizer is None or params.ignore_eos else tokenizer.eos_ids
         seed = secrets.randbits(63) if params.seed is None else params.seed
         return Request(
@@ -265,29 +225,6 @@ class LLM:
             needs_all_logits=needs_all_logits,
             sampling=Sampling(params, seed),
         )
-
-    def _add(self, request: Request, text: str | None) -> RequestState:
-        sampling = request.sampling
-        if sampling.params.stop and self._model.tokenizer is None:
-            require_tokenizer(self._model)
-        state = RequestState(
-            request_id=request.request_id,
-            prompt=text,
-            prompt_token_ids=tuple(int(t) for t in request.prompt),
-            sampling=sampling,
-            stops=tuple(sampling.params.stop),
-            arrived_s=self._clock(),
-        )
-        self._model.scheduler.add(request)
-        self._tracker.add(state)
-        return state
-
-    def _forget(self, states: Sequence[RequestState]) -> None:
-        with self._lock:
-            for state in states:
-                if state.output is None and state.request_id in self._tracker.requests:
-                    self.abort(state.request_id)
-                self._tracker.forget(state.request_id)
 
     # -- text ----------------------------------------------------------------------------------------
 
@@ -332,6 +269,12 @@ class LLM:
         return self._loaded
 
     @property
+    def _loop(self) -> StepLoop:
+        if self._open_loop is None:
+            raise KvernError("this LLM is closed: make a new one")
+        return self._open_loop
+
+    @property
     def work(self) -> WorkCounters:
         """Tokens and products computed so far, counted where they are computed."""
         return self._model.runner.counters
@@ -357,7 +300,7 @@ class LLM:
 
     def stats(self) -> CacheStats:
         """A snapshot of the cache: blocks free, cached and in use, bytes, and running totals."""
-        with self._lock:
+        with self._loop.lock:
             return self._model.scheduler.stats()
 
     def metrics(self) -> str:
@@ -373,7 +316,7 @@ class LLM:
         Returns:
             Ends the subscription when called.
         """
-        with self._lock:
+        with self._loop.lock:
             return self._model.scheduler.subscribe(subscriber)
 
     def pin(self, prompt: Prompt, ttl_s: float, params: SamplingParams | None = None) -> Pin:
@@ -384,34 +327,34 @@ class LLM:
             ttl_s: for how many seconds. A pin yields earlier when a request could not run otherwise.
             params: only the cache_salt matters.
         """
-        with self._lock:
+        with self._loop.lock:
             request = self._request(self.token_ids(prompt), params or SamplingParams())
             pin_id, num_tokens = self._model.scheduler.pin(request, ttl_s)
         return Pin(pin_id, num_tokens)
 
     def unpin(self, pin: Pin) -> bool:
         """Release a pin; False when it had already ended."""
-        with self._lock:
+        with self._loop.lock:
             return self._model.scheduler.unpin(pin.pin_id)
 
     def check_integrity(self, repair: bool = False) -> IntegrityReport:
         """Verify pool, tables and index against each other; see `Scheduler.check_integrity`."""
-        with self._lock:
+        with self._loop.lock:
             return self._model.scheduler.check_integrity(repair=repair)
 
     def reset_cache(self) -> None:
         """Forget every cached block that no request holds."""
-        with self._lock:
+        with self._loop.lock:
             self._model.scheduler.clear()
 
     def close(self) -> None:
         """Abort what runs and give the memory back. Further use raises KvernError."""
-        with self._lock:
-            if self._loaded is None:
-                return
-            for request_id in list(self._tracker.requests):
-                self.abort(request_id)
-            self._loaded = None
+        loop = self._open_loop
+        if loop is None:
+            return
+        with loop.lock:
+            loop.release(list(loop.tracker.requests.values()))
+            self._loaded = self._open_loop = None
 
     def __enter__(self) -> LLM:
         """Use as a context manager; closes at the end."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvern.core.plan import (
-    Chunk,
     Event,
     RequestFinished,
+    RequestStarted,
     SampleFinished,
     TokenChoice,
     TokenEvent,
@@ -96,26 +96,26 @@ class Tracker:
         self.tokenizer = tokenizer
         self._clock = clock
         self.requests: dict[str, RequestState] = {}
-        self._not_started: set[str] = set()
 
     def add(self, state: RequestState) -> None:
         """Follow a request from now on."""
         self.requests[state.request_id] = state
-        self._not_started.add(state.request_id)
 
     def forget(self, request_id: str) -> None:
         """Stop following a request."""
         self.requests.pop(request_id, None)
-        self._not_started.discard(request_id)
 
-    def note_started(self, chunks: Iterable[Chunk]) -> None:
-        """Note when requests are scheduled for the first time: their wait in the queue is over."""
-        if not self._not_started:
-            return
-        now = self._clock()
-        for request_id in {chunk.seq.request.request_id for chunk in chunks} & self._not_started:
-            self.requests[request_id].started_s = now
-            self._not_started.discard(request_id)
+    def note_started(self, started: Iterable[RequestStarted]) -> None:
+        """Note which requests take part in a step for the first time: their wait is over."""
+        for event in started:
+            if event.request_id in self.requests:
+                self.requests[event.request_id].started_s = self._clock()
+
+    def note_failures(self, failures: Mapping[str, str]) -> None:
+        """Note why requests failed, by request id; the caller ends them."""
+        for request_id, sentence in failures.items():
+            if request_id in self.requests:
+                self.requests[request_id].error = sentence
 
     def consume(self, events: Iterable[Event], finish_sample: FinishSample) -> None:
         """Apply a step's events; a stop string ends its sample through ``finish_sample``."""
