@@ -175,3 +175,44 @@ def kimi_linear() -> ModelSpec:
         "torch_dtype": "bfloat16",
     }
     return load_model_spec(values, "kimi-linear")
+
+
+def gpt_oss(num_layers: int) -> ModelSpec:
+    """Windows of 128 tokens on every other layer."""
+    values = {
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "num_hidden_layers": num_layers,
+        "hidden_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "max_position_embeddings": 131072,
+        "torch_dtype": "bfloat16",
+    }
+    return load_model_spec(values, "gpt-oss")
+
+
+def nemotron_30b() -> ModelSpec:
+    """23 Mamba-2 layers and 6 of attention."""
+    values = {
+        "model_type": "nemotron_h",
+        "architectures": ["NemotronHForCausalLM"],
+        "num_hidden_layers": 52,
+        "hidden_size": 2688,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "mamba_num_heads": 64,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "n_groups": 8,
+        "conv_kernel": 4,
+        "mamba_ssm_cache_dtype": "float32",
+        "_attention_layers": 6,
+        "_mamba_layers": 23,
+        "max_position_embeddings": 262144,
+        "torch_dtype": "bfloat16",
+    }
+    return load_model_spec(values, "nemotron-30b")

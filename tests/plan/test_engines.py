@@ -15,7 +15,7 @@ from tests.plan.models import (
 )
 
 from kvern.errors import UsageError
-from kvern.plan import ExtraCache, PlanRequest, plan
+from kvern.plan import ExtraCache, PlanRequest, find_device, plan
 from kvern.plan.result import Allocation
 from kvern.plan.versions import parse_version
 from kvern.spec.layers import ModelSpec
@@ -57,6 +57,27 @@ def test_hybrid_block_grows_until_a_page_holds_a_state() -> None:
     user = vllm(qwen_hybrid_27b(), "0.28.0", num_blocks=469, context=4096, block_size=816)
     assert user.block_size == 816
     assert vllm(qwen_hybrid_27b(), "0.19", num_blocks=9, kv_format="fp8").block_size == 1568
+
+
+@pytest.mark.parametrize(
+    ("version", "device", "fields", "tokens"),
+    [
+        ("0.25", None, {}, 2048),
+        ("0.25", "a100-80", {}, 2048),
+        ("0.25", "h100-sxm", {}, 8192),
+        ("0.27", "b200", {}, 2 * 8192),
+        ("0.28", "b200", {}, 2 * 16384),
+        ("0.28", None, {"max_batched_tokens": 1000}, 2 * 1000),
+        ("0.28", None, {"max_batched_tokens": 1000, "tp": 1, "pp": 3}, 3 * 1000),
+    ],
+)
+def test_a_window_holds_the_tokens_in_flight(
+    version: str, device: str | None, fields: dict[str, int], tokens: int
+) -> None:
+    found = find_device(device) if device else None
+    a = vllm(gemma_4_26b(), version, kv_memory=20 * GIB, device=found, context=262144, **fields)
+    windows = [group for group in a.groups if group.kind.startswith("sliding")]
+    assert {group.blocks_per_request for group in windows} == {-(-(1023 + tokens) // 16) + 1}
 
 
 def test_draft_tokens_add_columns_states_and_the_model_s_own_layer() -> None:

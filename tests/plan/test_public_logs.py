@@ -8,12 +8,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.plan.models import gemma_4_26b, kimi_linear, qwen_hybrid_27b, qwen_hybrid_35b
+from tests.plan.models import (
+    gemma_4_26b,
+    gpt_oss,
+    kimi_linear,
+    nemotron_30b,
+    qwen_hybrid_27b,
+    qwen_hybrid_35b,
+)
 
 from kvern.plan import PlanRequest, plan
 from kvern.spec.layers import ModelSpec
 
 GIB = 2**30
+MIB = 2**20
 
 CASES: dict[str, tuple[ModelSpec, dict[str, Any], int, float]] = {
     # vllm-project/vllm#28228: 2.30 GiB on two ranks, "Add 1 padding layers"
@@ -94,3 +102,27 @@ def test_padding_layers_are_announced_as_the_log_does() -> None:
         qwen_hybrid_27b(), "vllm", "0.25", num_blocks=666, kv_format="nvfp4", speculative_tokens=2
     )
     assert sum(group.padding_layers for group in plan(request).allocation.groups) == 3
+
+
+# Cells and MiB of the window cache, then of the full one, as llama.cpp prints them.
+LLAMA_CPP: list[tuple[int, dict[str, Any], list[tuple[int, float]]]] = [
+    (24, {"context": 8192, "ubatch": 128, "kv_format": "q8_0"}, [(256, 3.19), (8192, 102.0)]),
+    (36, {"context": 65535, "slots": 4, "unified": True}, [(1024, 36.0), (65536, 2304.0)]),
+    (24, {"context": 32768, "ubatch": 2048}, [(2304, 54.0), (32768, 768.0)]),
+]
+
+
+@pytest.mark.parametrize(("layers", "fields", "printed"), LLAMA_CPP)
+def test_window_and_full_caches_of_llama_cpp(
+    layers: int, fields: dict[str, Any], printed: list[tuple[int, float]]
+) -> None:
+    pools = plan(PlanRequest(gpt_oss(layers), "llama.cpp", **fields)).allocation.pools
+    assert [(pool.cells, round(pool.bytes / MIB, 2)) for pool in pools] == printed
+
+
+def test_keys_and_states_of_sglang() -> None:
+    """Four ranks of 2 KV heads: a replicated head each; 8 slots of Mamba-2 states."""
+    request = PlanRequest(nemotron_30b(), "sglang", "0.5.9", num_tokens=1_557_504, slots=8, tp=4)
+    full, state = plan(request).allocation.pools
+    assert round(full.k_bytes / GIB, 2) == 2.23
+    assert round(state.parts["ssm"] / GIB, 2) == 0.10

@@ -67,7 +67,9 @@ def _add_request_flags(group: Any) -> None:
     group.add_argument("--context", metavar="N", type=int, help="tokens of one request, output too")
     group.add_argument("--kv-format", metavar="F", help="bf16, fp8, int8, kivi2, q8_0, ...")
     group.add_argument("--block-size", metavar="N", type=int, help="tokens of a block")
-    group.add_argument("--max-batched-tokens", metavar="N", type=int, help="tokens in flight")
+    group.add_argument(
+        "--max-batched-tokens", metavar="N", type=int, help="tokens of a step at most"
+    )
     group.add_argument("--max-num-seqs", metavar="N", type=int, help="requests that run at once")
     group.add_argument("--shared-prefix", metavar="N", type=int, help="tokens all requests share")
     group.add_argument("--retained-prefixes", metavar="CxN", help="idle prefixes, e.g. 200x1500")

@@ -74,7 +74,7 @@ class PlanRequest:
         tp, pp, dp, dcp: parallel degrees; dcp splits a sequence's cache over tensor ranks.
         pp_layers: layers per pipeline stage; None = the engine's own split.
         context: tokens of one request, prompt and output together.
-        max_batched_tokens: tokens in flight per step.
+        max_batched_tokens: tokens of a step at most.
         kv_memory: bytes for KV on each rank, instead of a budget.
         num_blocks: blocks of the pool, instead of bytes (an engine's printed block count).
         num_tokens: token slots of the full-attention pool (SGLang), instead of bytes.

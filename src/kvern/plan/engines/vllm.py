@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from kvern.errors import UsageError
 from kvern.plan.engines import Engine
-from kvern.plan.engines.base import activation_reserve, cdiv, largest_fitting
+from kvern.plan.engines.base import activation_reserve, largest_fitting
 from kvern.plan.engines.vllm_groups import Layout, make_layout
 from kvern.plan.engines.vllm_layers import (
     PagedLayer,
     Setting,
+    batched_tokens,
     in_flight_tokens,
     paged_layers,
     setting_of,
@@ -270,14 +271,11 @@ def _assumptions(run: _Run) -> tuple[str, ...]:
     notes = list(run.layout.notes)
     kinds = {layer.kind for layer in run.layers}
     local = bool(kinds & {"sliding", "chunked"})
-    if local and run.request.max_batched_tokens is not None and run.rules.batches_in_flight > 1:
-        notes.append(
-            f"--max-batched-tokens is taken as all tokens in flight: asynchronous scheduling keeps "
-            f"{run.rules.batches_in_flight} batches, so give their sum"
-        )
-    if local and run.request.max_batched_tokens is None:
+    given = run.request.max_batched_tokens is not None
+    if local and not (given and run.rules.batches_in_flight == 1):
         tokens, why = in_flight_tokens(run.request, run.rules)
-        notes.append(f"{tokens:,} tokens in flight ({why}; --max-batched-tokens sets them)")
+        hint = "" if given else "; --max-batched-tokens sets a step"
+        notes.append(f"{tokens:,} tokens in flight ({why}{hint})")
     if "state" in kinds and run.request.state_mode is None:
         notes.append(
             f"recurrent states are cached in mode {run.rules.state_mode!r} (--state-mode sets it)"
@@ -298,12 +296,12 @@ def _utilization(request: PlanRequest) -> float:
 
 def _reserve(request: PlanRequest) -> tuple[int, str]:
     rules = rules_of(parse_version(request.engine_version))
-    tokens, _ = in_flight_tokens(request, rules)
+    tokens, _ = batched_tokens(request, rules)
     graphs = GRAPH_RESERVE if rules.graphs_in_budget else 0
     seqs = min(request.max_num_seqs or 256, tokens)
-    total = activation_reserve(request, cdiv(tokens, rules.batches_in_flight), seqs, 0)
+    total = activation_reserve(request, tokens, seqs, 0)
     total += RUNTIME_RESERVE + graphs
-    why = f"activations for {tokens:,} tokens in flight, {format_size(RUNTIME_RESERVE)} runtime"
+    why = f"activations of {tokens:,} tokens a step, {format_size(RUNTIME_RESERVE)} runtime"
     return total, why + (f", {format_size(graphs)} CUDA graphs" if graphs else "")
 
 

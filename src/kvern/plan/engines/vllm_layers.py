@@ -9,6 +9,7 @@ from kvern.plan.engines import vllm_rules as rules_data
 from kvern.plan.engines.base import (
     DTYPE_BYTES,
     FORMAT_BYTES,
+    GIB,
     canonical_format,
     cdiv,
     num_elements,
@@ -101,20 +102,25 @@ class PagedLayer:
 
 def in_flight_tokens(request: PlanRequest, rules: rules_data.Rules) -> tuple[int, str]:
     """Tokens in flight, and where the figure comes from."""
+    tokens, why = batched_tokens(request, rules)
+    batches = rules.batches_in_flight
+    if batches > 1:
+        batches = max(batches, request.pp)
+        why += f", times {batches} batches in flight"
+    return tokens * batches, why
+
+
+def batched_tokens(request: PlanRequest, rules: rules_data.Rules) -> tuple[int, str]:
+    """Tokens of a step at most, and where the figure comes from."""
     if request.max_batched_tokens is not None:
-        return request.max_batched_tokens, "given"
+        return request.max_batched_tokens, "a step as given"
     device = request.device
-    large = (
-        device is not None
-        and device.memory_bytes >= rules_data.LARGE_DEVICE_BYTES
-        and not device.id.startswith("a100")
-        and not device.is_cpu
-    )
-    tokens = rules_data.LARGE_DEVICE_BATCHED_TOKENS if large else rules_data.DEFAULT_BATCHED_TOKENS
-    why = "the default of an API server" + (" on 70 GiB and more" if large else "")
-    if rules.batches_in_flight > 1:
-        why += f", times {rules.batches_in_flight} batches in flight"
-    return tokens * rules.batches_in_flight, why
+    memory = device.memory_bytes if device is not None and not device.is_cpu else 0
+    if device is not None and device.id.startswith(rules_data.SMALL_BATCH_DEVICES):
+        memory = 0
+    gib, tokens = [row for row in rules.batched_tokens if memory >= row[0] * GIB][-1]
+    why = "the default of an API server"
+    return tokens, f"{why} on {gib} GiB and more" if gib else why
 
 
 def setting_of(request: PlanRequest, rules: rules_data.Rules) -> Setting:

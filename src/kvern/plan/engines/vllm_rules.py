@@ -18,10 +18,14 @@ MLA_BLOCK = 64
 BLOCK_SPARSE_BLOCK = 128
 COMPRESSED_BLOCK = 256
 
-DEFAULT_BATCHED_TOKENS = 2048
-LARGE_DEVICE_BATCHED_TOKENS = 8192
-LARGE_DEVICE_BYTES = 70 * 2**30
-"""From 70 GiB on, A100 excepted, an API server batches 8,192 tokens."""
+BATCHED_TOKENS = (
+    (Since(), ((0, 2048), (70, 8192))),
+    (Since(release=(0, 28)), ((0, 2048), (70, 8192), (160, 16384))),
+)
+"""Tokens an API server batches by default: from how many GiB of device memory, how many tokens."""
+
+SMALL_BATCH_DEVICES = ("a100",)
+"""Devices that keep the smallest batch whatever their memory."""
 
 TOKENS_PRINT = (
     (Since(), "pool"),
@@ -45,7 +49,9 @@ BATCHES_IN_FLIGHT = (
     (Since(), 1),
     (Since(release=(0, 26)), 2),
 )
-"""Batches whose tokens a window layer must hold: asynchronous scheduling keeps two."""
+"""Batches whose tokens a window layer must hold: asynchronous scheduling keeps two at once.
+
+With two batches at once, stages of a pipeline hold one each, if there are more than two of them."""
 
 LATENT_STORED = (
     (Since(), False),
@@ -155,6 +161,7 @@ class Rules:
     hybrid_manager: bool
     state_mode: str
     batches_in_flight: int
+    batched_tokens: tuple[tuple[int, int], ...]
     admission: str
     null_block_in_admission: bool
     graphs_in_budget: bool
@@ -173,6 +180,7 @@ def rules_of(version: EngineVersion) -> Rules:
         hybrid_manager=not is_v0 and rule_at(HYBRID_MANAGER, version),
         state_mode=rule_at(STATE_MODE, version),
         batches_in_flight=rule_at(BATCHES_IN_FLIGHT, version),
+        batched_tokens=rule_at(BATCHED_TOKENS, version),
         admission=rule_at(ADMISSION, version),
         null_block_in_admission=rule_at(NULL_BLOCK_IN_ADMISSION, version),
         graphs_in_budget=rule_at(GRAPHS_IN_BUDGET, version),
