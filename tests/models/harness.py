@@ -257,7 +257,7 @@ def state_shapes(layer: LayerConfig, hidden_size: int) -> list[tuple[str, tuple[
     else:
         assert isinstance(state, ShortConvConfig)
         return [("conv", (hidden_size, state.kernel - 1))]
-    return [("conv", (state.num_channels, state.kernel - 1)), ("ssm", matrix)]
+    return [("conv", (state.num_channels, state.kernel - 1)), ("recurrent", matrix)]
 
 
 def run(decoder: Decoder, sequences: Sequence[np.ndarray], schedule: Schedule) -> list[np.ndarray]:

@@ -29,7 +29,7 @@ F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 
 UNIT_EPS = np.float32(1e-6)
-CONV, RECURRENT = "conv", "ssm"
+CONV, RECURRENT = "conv", "recurrent"
 """Names of the parts of a state."""
 
 
