@@ -219,7 +219,7 @@ def _finish_if_empty(state: SchedulerState, record: RequestRecord, events: list[
 
 def close_asked(state: SchedulerState, events: list[Event]) -> None:
     """Carry out the aborts and early ends that were asked for while the step ran."""
-    closing = [record for record in state.records.values() if record.closing]
+    closing, state.closing = state.closing, []
     for record in closing:
         asked, record.closing = record.closing, {}
         for seq in tuple(record.live):

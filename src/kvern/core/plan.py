@@ -33,6 +33,9 @@ class Chunk(NamedTuple):
         logits: positions whose logits are wanted: none, the last one, or all of them.
         num_samples: tokens to choose from the last position's logits (0: none). A fork point
             asks for `n` independent samples, a beam for its `2 * beam_width` likeliest tokens.
+
+    A preempted request starts again from its first position if all its logits are wanted, so logits
+    of a position may come twice, the same both times.
     """
 
     seq: Sequence

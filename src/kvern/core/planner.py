@@ -137,6 +137,6 @@ def _wanted(seq: Sequence, end: int) -> tuple[Logits, int]:
             num_samples = request.n
         else:
             num_samples = 1
-    if request.needs_all_logits and end <= seq.num_prompt_tokens:
+    if request.needs_all_logits and seq.num_generated_tokens == 0:
         return "all", num_samples
     return ("last", num_samples) if num_samples else ("none", 0)

@@ -31,6 +31,7 @@ class Residency:
         self._trimmed = tuple(r for r in self.rules if not r.is_full and not r.is_state)
         self._attention = tuple(r for r in self.rules if not r.is_state)
         self._states = tuple(r for r in self.rules if r.is_state)
+        self._copies_exactly = all(rule.copies_exactly for rule in self.rules)
         interval = -(-checkpoint_tokens // self.span) * self.span
         self._interval = interval if self._states and shares else 0
 
@@ -360,10 +361,12 @@ class Residency:
     def _publish_leaf(self, seq: Sequence) -> int:
         """Publish the open tail and the states of a sequence that stops here."""
         index, book = self.index, seq.book
+        end = seq.num_computed_tokens
+        if end > book.num_sealed * self.span and not self._copies_exactly:
+            return 0
         node = index.leaf(seq)
         if not node:
             return 0
-        end = seq.num_computed_tokens
         if end > book.num_sealed * self.span:
             for rule in self._attention:
                 start = book.num_sealed * rule.num_columns

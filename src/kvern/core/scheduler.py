@@ -12,6 +12,7 @@ threads; `abort` and `finish` may come between `plan` and `commit`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvern.core.admission import admit
 from kvern.core.book import BeamSearch, RequestRecord, SequenceBook, SpanHashes
@@ -126,6 +127,8 @@ class Scheduler:
             return []
         if record.beam is not None:
             sample_index = None
+        if not record.closing:
+            self.state.closing.append(record)
         record.closing[sample_index] = reason
         events: list[Event] = []
         if self._draft is None:
@@ -242,7 +245,7 @@ class Scheduler:
             hash_collisions=index.tree.num_collisions,
             kept_state_pages=index.num_state_pages,
             pinned_blocks=sum(len(run) for pin in state.pins.values() for run in pin.blocks),
-            counters=state.counters,
+            counters=replace(state.counters),
         )
 
     def check_integrity(self, repair: bool = False) -> IntegrityReport:

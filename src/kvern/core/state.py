@@ -77,6 +77,7 @@ class SchedulerState:
         running: sequences with blocks, by rank.
         waiting: sequences without, by rank.
         pins: held prefixes by id.
+        closing: requests with samples that are to end at the next commit.
         unsettled: running sequences that still have blocks to copy from.
     """
 
@@ -91,6 +92,7 @@ class SchedulerState:
     running: list[Sequence] = field(default_factory=list)
     waiting: list[Sequence] = field(default_factory=list)
     pins: dict[int, Pin] = field(default_factory=dict)
+    closing: list[RequestRecord] = field(default_factory=list)
     unsettled: list[Sequence] = field(default_factory=list)
     next_seq_id: int = 0
 
