@@ -101,6 +101,7 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: Capt
     ("error", "sentence"),
     [
         (MemoryError(), "out of memory: give a smaller --kv-memory"),
+        (OSError(errno.ENOMEM, "no"), "out of memory: give a smaller --kv-memory"),
         (OSError(errno.EACCES, "Permission denied", "/a/b"), "/a/b: Permission denied"),
         (ZeroDivisionError("division by\nzero"), "unexpected ZeroDivisionError: division by zero"),
     ],

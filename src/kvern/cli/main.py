@@ -10,6 +10,7 @@ Exit codes: 0 success, 2 wrong usage, 1 any other failure, 130 interrupted, 143 
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import signal
@@ -129,7 +130,7 @@ def _dispatch(arguments: list[str], *, as_json: bool, debug: bool) -> int:
 
 
 def _unexpected(error: Exception) -> KvernError:
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return KvernError("out of memory: give a smaller --kv-memory or --context")
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
