@@ -62,15 +62,24 @@ def deepseek_v3(**fields: Any) -> ModelSpec:
 
 def gemma_4_26b() -> ModelSpec:
     """25 window layers of 8 × 256 and 5 full ones of 2 × 512."""
-    kinds = [*["sliding_attention"] * 5, "full_attention"] * 5
+    return _gemma_4("gemma-4-26b", rounds=5, full_heads=2)
+
+
+def gemma_4_12b() -> ModelSpec:
+    """40 window layers of 8 × 256 and 8 full ones of 1 × 512."""
+    return _gemma_4("gemma-4-12b", rounds=8, full_heads=1)
+
+
+def _gemma_4(name: str, rounds: int, full_heads: int) -> ModelSpec:
+    kinds = [*["sliding_attention"] * 5, "full_attention"] * rounds
     values = {
         "model_type": "gemma4",
         "architectures": ["Gemma4ForConditionalGeneration"],
-        "num_hidden_layers": 30,
+        "num_hidden_layers": len(kinds),
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
         "head_dim": 256,
-        "num_global_key_value_heads": 2,
+        "num_global_key_value_heads": full_heads,
         "global_head_dim": 512,
         "sliding_window": 1024,
         "layer_types": kinds,
@@ -78,7 +87,7 @@ def gemma_4_26b() -> ModelSpec:
         "max_position_embeddings": 262144,
         "torch_dtype": "bfloat16",
     }
-    return load_model_spec(values, "gemma-4-26b")
+    return load_model_spec(values, name)
 
 
 def gemma_3_270m() -> ModelSpec:

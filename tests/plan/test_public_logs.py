@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.plan.models import (
+    gemma_4_12b,
     gemma_4_26b,
     gpt_oss,
     kimi_linear,
@@ -126,3 +127,30 @@ def test_keys_and_states_of_sglang() -> None:
     full, state = plan(request).allocation.pools
     assert round(full.k_bytes / GIB, 2) == 2.23
     assert round(state.parts["ssm"] / GIB, 2) == 0.10
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "cells", "keys"),
+    [
+        (
+            gemma_4_26b(),
+            {"block_size": 256, "num_tokens": 67_584},
+            (67_584, 54_016),
+            (0.65, 5.18),
+        ),
+        (
+            gemma_4_12b(),
+            {"kv_format": "fp4_e2m1", "num_tokens": 765_776},
+            (765_776, 612_620),
+            (1.64, 26.29),
+        ),
+    ],
+    ids=["pages of 256", "fp4"],
+)
+def test_window_pool_of_sglang(
+    model: ModelSpec, fields: dict[str, Any], cells: tuple[int, int], keys: tuple[float, float]
+) -> None:
+    """Cells and GB of keys, of the full pool and of the window pool."""
+    pools = plan(PlanRequest(model, "sglang", "0.5.13", **fields)).allocation.pools
+    assert tuple(pool.cells for pool in pools) == cells
+    assert tuple(round(pool.k_bytes / GIB, 2) for pool in pools) == keys

@@ -30,6 +30,7 @@ ALIASES = {
     "fp8_e4m3": "fp8",
     "fp8_e5m2": "fp8",
     "fp8_inc": "fp8",
+    "fp4_e2m1": "nvfp4",
 }
 
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}

@@ -15,7 +15,6 @@ from kvern.errors import UsageError
 from kvern.plan.engines import Engine
 from kvern.plan.engines.base import (
     DTYPE_BYTES,
-    FORMAT_BYTES,
     activation_reserve,
     canonical_format,
     cdiv,
@@ -27,6 +26,7 @@ from kvern.plan.engines.base import (
 from kvern.plan.engines.sglang_rules import (
     CHUNKED_PREFILL_TOKENS,
     DENSE_LATENT_BACKENDS,
+    FORMAT_BYTES,
     HYBRID_WINDOW,
     INDEX_IN_PRINT,
     INDEX_PAGE,

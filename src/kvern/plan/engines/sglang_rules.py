@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from kvern.plan.engines import base
 from kvern.plan.versions import Since
+
+FORMAT_BYTES = {**base.FORMAT_BYTES, "nvfp4": 0.5 + 1 / 16}
+"""Bytes per element: fp4 keeps one byte of scale for 16 elements."""
 
 WINDOW_RATIO = Fraction(4, 5)
 STATE_RATIO = 0.9
