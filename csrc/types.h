@@ -53,20 +53,20 @@ struct AttendParams {
     const float* sink_logits;  // [num_heads] or null
 };
 
-// One piece of attention work: some rows of one sequence and KV head over a run of split units.
-// Rows are (position, head of the group) pairs, position-major.
+// One piece of attention work: some rows of one sequence over a run of split units, for one or several
+// KV heads. Rows are (KV head, position, head of its group), in this order.
 struct AttendItem {
     const int32_t* block_table;
     int64_t seq_len;
     int64_t first_position;  // of the item's first row
     int num_positions;
     int first_head;          // query head of the item's first row
-    int num_heads;           // heads per position
-    int kv_head;
+    int num_heads;           // query heads per position and KV head
+    int first_kv_head, num_kv_heads;
     int64_t unit_begin, unit_end;
-    const float* q;          // row (i, g): q + i * q_token_stride + g * key_dim
+    const float* q;          // row (h, i, g): q + i * q_token_stride + (h * num_heads + g) * key_dim
     int64_t q_token_stride;
-    float* out;              // row (i, g): out + i * out_token_stride + g * value_dim
+    float* out;              // row (h, i, g): out + i * out_token_stride + (h * num_heads + g) * value_dim
     int64_t out_token_stride;
     // When set, every unit's partial result is stored instead of `out`:
     // row r, unit u: partial + (r * num_units + u - first_unit) * (value_dim_padded + 2)
