@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -147,6 +147,12 @@ class Saved:
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
         return their_logits(self.model, ids)
+
+
+class SavedModels(Protocol):
+    """What the fixture ``saved`` is."""
+
+    def __call__(self, case: Case, is_real: bool = False) -> Saved: ...
 
 
 def backend_of(name: str, request: pytest.FixtureRequest) -> Backend:

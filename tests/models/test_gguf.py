@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.models.cases import CASES, small
 from tests.models.gguf_files import (
     GGUFCase,
     neighbouring_pairs,
@@ -23,7 +24,6 @@ from tests.models.harness import (
     save_model,
     their_logits,
 )
-from tests.models.test_families import CASES, small
 
 from kvern.models.decoder import Decoder
 from kvern.models.families import FAMILIES, family_of
