@@ -4,6 +4,25 @@ from __future__ import annotations
 
 from kvern.spec.content import Heads, Latent, State
 from kvern.spec.layers import KVCacheSpec, LayerSpec, ModelSpec
+from kvern.spec.reach import All
+
+EXTRA_CONV_ELEMENTS = {"qwen4_exp": 4 * 2560 * 9}
+"""Convolution inputs that a family keeps once per sequence beside its layers' states, and that its
+configuration does not give away: the n-gram path's 4 streams of 2560 channels, 9 columns."""
+
+UNSTATED_DRAFT_FAMILIES = ("bailing_hybrid", "glm5_next", "qwen4_exp")
+"""Families whose checkpoints hold one draft layer though their configuration may name none."""
+
+
+def draft_layers(model: ModelSpec) -> tuple[LayerSpec, ...]:
+    """The model's own layers for multi-token prediction.
+
+    An unstated one is like the last layer that keeps every token.
+    """
+    if model.mtp_layers or model.family not in UNSTATED_DRAFT_FAMILIES:
+        return model.mtp_layers
+    keeping = [x for x in model.layers if any(isinstance(c.reach, All) for c in x.caches)]
+    return tuple(keeping[-1:])
 
 
 def named_state_dtype(model: ModelSpec) -> str | None:

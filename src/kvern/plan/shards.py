@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvern.errors import UsageError
-from kvern.plan.facts import conv_groups, is_working_input
+from kvern.plan.facts import conv_groups, draft_layers, is_working_input
 from kvern.plan.request import PlanRequest
 from kvern.spec.budget import kv_heads_per_rank
 from kvern.spec.content import Content, Heads, Index, Latent, State, StatePart
@@ -61,7 +61,7 @@ def rank_caches(request: PlanRequest) -> tuple[RankCache, ...]:
     if request.extra_caches:
         caches.extend(_extra_caches(request, next_layer))
     elif request.speculative_tokens:
-        for offset, layer in enumerate(model.mtp_layers):
+        for offset, layer in enumerate(draft_layers(model)):
             for cache in layer.caches:
                 if is_working_input(layer, cache):
                     continue

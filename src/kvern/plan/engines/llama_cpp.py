@@ -16,12 +16,11 @@ from kvern.plan.engines.base import round_up as rounded
 from kvern.plan.engines.llama_cpp_rules import (
     BLOCK_BYTES,
     DEFAULT_UBATCH,
-    EXTRA_CONV_ELEMENTS,
     PAD,
     Rules,
     rules_of,
 )
-from kvern.plan.facts import query_key_dim, value_head_dim
+from kvern.plan.facts import EXTRA_CONV_ELEMENTS, query_key_dim, value_head_dim
 from kvern.plan.request import PlanRequest
 from kvern.plan.result import Allocation, Budget, Group, Pool, Step
 from kvern.plan.shards import RankCache, rank_caches, stage_layers, stage_of

@@ -52,10 +52,6 @@ BLOCK_BYTES = {
 }
 """Format -> (elements, bytes) of one quantisation block."""
 
-EXTRA_CONV_ELEMENTS = {"qwen4_exp": 4 * 2560 * 9}
-"""Convolution inputs that a family keeps once per sequence beside its layers' states, and that its
-configuration does not give away: the n-gram path's 4 streams of 2560 channels, 9 columns."""
-
 
 @dataclass(frozen=True, slots=True)
 class Rules:

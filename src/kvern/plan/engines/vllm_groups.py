@@ -38,7 +38,7 @@ class Layout:
 
     Attributes:
         kind: "single" (one group), "shared" (equal groups share a pool), "pooled-index" (states
-            lie over MLA pages, pooled index keys apart) or "packed" (pages of several sizes side
+            lie over attention pages, pooled index keys apart) or "packed" (pages of several sizes side
             by side).
         packed_block_bytes: bytes of a block in a packed layout.
         extra_blocks: blocks of a request outside the groups.
@@ -163,29 +163,35 @@ def _largest_divisor(value: int, limit: int) -> int:
     return next(n for n in range(max(min(value, limit), 1), 0, -1) if value % n == 0)
 
 
-# ------------------------------------------------------------------- pooled index keys (GLM-5.3)
+# ----------------------------------------------------------------- pooled index keys and states
+
+POOLED_BESIDE = ("mla", "full")
+"""Kinds of layers that may have pooled index keys."""
 
 
 def _has_pooled_index(layers: Sequence[PagedLayer]) -> bool:
     return (
         any(layer.kind == "index" and layer.stride > 1 for layer in layers)
         and any(layer.kind == "state" for layer in layers)
-        and any(layer.kind == "mla" for layer in layers)
+        and any(layer.kind in POOLED_BESIDE for layer in layers)
     )
 
 
 def _pooled_index_layout(layers: tuple[PagedLayer, ...]) -> Layout:
-    """States share the MLA pages; index pages lie beside them; the open pool of keys is a block.
+    """States share the attention pages; index pages lie beside; the open pool of keys is a block.
 
-    A drafter's window layers keep the MLA kernel's block of 64 tokens.
+    A drafter's window layers keep the MLA kernel's block of 64 tokens. A state that belongs to no
+    layer of its own is a group by itself.
     """
-    attention = tuple(layer for layer in layers if layer.kind in ("mla", "index"))
-    num_mla = sum(layer.kind == "mla" for layer in attention)
-    page = max(layer.page_bytes for layer in attention if layer.kind == "mla")
-    states = [replace(layer, page_bytes=page) for layer in layers if layer.kind == "state"]
-    count = cdiv(len(states), num_mla)
-    groups = [LayerGroup(attention)]
+    main = [layer for layer in layers if layer.kind in POOLED_BESIDE]
+    indices = [layer for layer in layers if layer.kind == "index"]
+    page = max(layer.page_bytes for layer in main)
+    paged = [replace(layer, page_bytes=page) for layer in layers if layer.kind == "state"]
+    states = [layer for layer in paged if layer.origin != "family"]
+    count = cdiv(len(states), len(main))
+    groups = [LayerGroup((*main, *indices))]
     groups += [LayerGroup(tuple(states[start::count])) for start in range(count)]
+    groups += [LayerGroup((layer,)) for layer in paged if layer.origin == "family"]
     small = rules_data.MLA_BLOCK
     drafters = [x.with_block(small, x.token_bytes * small) for x in layers if x.kind == "sliding"]
     if drafters:

@@ -16,7 +16,12 @@ from kvern.plan.engines.base import (
     round_up,
     serving_dtype,
 )
-from kvern.plan.facts import is_delta_attention, named_state_dtype, query_key_dim
+from kvern.plan.facts import (
+    EXTRA_CONV_ELEMENTS,
+    is_delta_attention,
+    named_state_dtype,
+    query_key_dim,
+)
 from kvern.plan.request import PlanRequest
 from kvern.plan.shards import RankCache, has_index, has_latent, rank_caches
 from kvern.spec.budget import kv_heads_per_rank
@@ -198,7 +203,8 @@ def default_block_size(caches: tuple[RankCache, ...]) -> int:
         return rules_data.COMPRESSED_BLOCK
     if has_latent(caches):
         return rules_data.MLA_BLOCK
-    return rules_data.BLOCK_SPARSE_BLOCK if has_index(caches) else rules_data.GRAIN
+    is_block_sparse = has_index(caches) and not any(c.is_state for c in caches)
+    return rules_data.BLOCK_SPARSE_BLOCK if is_block_sparse else rules_data.GRAIN
 
 
 def paged_layers(request: PlanRequest, rules: rules_data.Rules) -> tuple[PagedLayer, ...]:
@@ -235,7 +241,24 @@ def paged_layers(request: PlanRequest, rules: rules_data.Rules) -> tuple[PagedLa
             )
         else:
             layers.append(_growing(cache, block_size, kv_format, beside_latent))
+    elements = EXTRA_CONV_ELEMENTS.get(request.model.family)
+    if states and elements is not None:
+        num_bytes = elements * DTYPE_BYTES[serving_dtype(request.model)]
+        first = next(x.layer for x in layers if x.kind == "state")
+        layers.append(
+            PagedLayer(first, "state", num_bytes, (elements,), block_size, page, origin="family")
+        )
+    if states and not beside_latent:
+        layers = [_pooled_keys(x) if x.kind == "index" else x for x in layers]
     return tuple(layers)
+
+
+def _pooled_keys(layer: PagedLayer) -> PagedLayer:
+    """Index keys as stored beside recurrent states: pooled, in bf16 whatever the KV format."""
+    stride = max(layer.stride, rules_data.POOLED_KEYS)
+    stored = layer.shape[1] * rules_data.POOLED_KEY_BYTES
+    page = stored * cdiv(layer.block_size, stride)
+    return replace(layer, token_bytes=stored, stride=stride, page_bytes=page)
 
 
 def _as_registered(request: PlanRequest, rules: rules_data.Rules) -> tuple[RankCache, ...]:

@@ -101,6 +101,10 @@ The record has room for 64 rotary elements even where a model has none."""
 INDEX_SCALE_BYTES = 4
 """Index keys beside a latent are fp8 with one fp32 scale per 128: 132 B for 128."""
 
+POOLED_KEYS = 4
+POOLED_KEY_BYTES = 2
+"""Index keys of sparse attention beside recurrent states: four are pooled into one, in bf16."""
+
 EXPANDED_LATENT_FAMILIES = ("minicpm3",)
 """Families whose latent vLLM expands to ordinary attention, values padded to the keys' width."""
 
