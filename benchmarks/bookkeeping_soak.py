@@ -27,7 +27,10 @@ def main() -> None:
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     scheduler = make_scheduler(
-        options.blocks, max_num_seqs=64, max_num_batched_tokens=8192, replacement=options.replacement
+        options.blocks,
+        max_num_seqs=64,
+        max_num_batched_tokens=8192,
+        replacement=options.replacement,
     )
     stems = [rng.integers(0, 50_000, 2000, dtype=np.int32) for _ in range(200)]
     per_line = max(options.requests // 10, 1)

@@ -144,7 +144,8 @@ class ScoredQueue:
         self._uses: Int32 = np.zeros(num_blocks, np.int32)
         self._floor: Float64 = np.full(num_blocks, -np.inf)
         self._ready: Int32 = np.zeros(0, np.int32)
-        self._late: list[Int32] = []
+        self._ready_order: Int64 = np.zeros(0, np.int64)
+        self._ready_score: Float64 = np.zeros(0, np.float64)
         self._bound = -np.inf
 
     def push(self, blocks: Int32) -> None:
@@ -169,22 +170,34 @@ class ScoredQueue:
         self._floor[0] = -np.inf
         low = blocks[score < self._bound]
         if len(low):
-            self._late.append(low)
+            self._merge(low)
 
     def pop(self, count: int, refs: Int32) -> Int32:
         """Take the lowest scores out."""
-        if self._late:
-            self._ready = self._sorted(np.unique(np.concatenate((self._ready, *self._late))))
-            self._late.clear()
-        ready: Int32 = self._ready
-        ready = ready[(refs[ready] == 0) & (self._score[ready] < self._bound)]
-        if len(ready) < count:
-            ready = self._select(count, refs)
-        victims: Int32 = ready[:count]
-        self._ready = ready[count:]
+        victims = self._take(count, refs)
+        if len(victims) < count:
+            self._select(count - len(victims), refs, victims)
+            victims = np.concatenate((victims, self._take(count - len(victims), refs)))
         if len(victims):
             self._age = max(self._age, float(self._score[victims[-1]]))
         return victims
+
+    def _take(self, count: int, refs: Int32) -> Int32:
+        """Valid blocks from the front of the selection; void entries before them are dropped."""
+        taken: list[Int32] = [np.zeros(0, np.int32)]
+        while count > 0 and len(self._ready):
+            front = slice(0, count + 64)
+            blocks = self._ready[front]
+            valid = (self._order[blocks] == self._ready_order[front]) & (refs[blocks] == 0)
+            places = np.flatnonzero(valid & (self._score[blocks] != np.inf))[:count]
+            is_enough = len(places) == count
+            used = int(places[-1]) + 1 if is_enough else len(blocks)
+            taken.append(blocks[places])
+            count -= len(places)
+            self._ready = self._ready[used:]
+            self._ready_order = self._ready_order[used:]
+            self._ready_score = self._ready_score[used:]
+        return np.concatenate(taken)
 
     def used(self, blocks: Int32) -> None:
         """Count a use; held blocks leave the queue."""
@@ -201,17 +214,30 @@ class ScoredQueue:
         self._score[blocks] = np.inf
         self._floor[blocks] = -np.inf
 
-    def _select(self, count: int, refs: Int32) -> Int32:
-        waiting = np.flatnonzero((self._score != np.inf) & (refs == 0)).astype(np.int32)
+    def _select(self, count: int, refs: Int32, besides: Int32) -> None:
+        """Find the lowest sixteenth of all waiting blocks anew, except those just taken."""
+        is_waiting = (self._score != np.inf) & (refs == 0)
+        is_waiting[besides] = False
+        waiting = np.flatnonzero(is_waiting).astype(np.int32)
         wanted = max(count, len(waiting) // 16)
+        self._bound = np.inf
         if wanted < len(waiting):
-            self._bound = float(np.partition(self._score[waiting], wanted)[wanted])
-            chosen = waiting[self._score[waiting] <= self._bound]
-            self._bound = float(np.nextafter(self._bound, np.inf))
-        else:
-            chosen = waiting
-            self._bound = np.inf
-        return self._sorted(chosen)
+            scores = self._score[waiting]
+            bound = float(np.partition(scores, wanted)[wanted])
+            waiting = waiting[scores <= bound]
+            self._bound = float(np.nextafter(bound, np.inf))
+        self._ready = self._sorted(waiting)
+        self._ready_order = self._order[self._ready]
+        self._ready_score = self._score[self._ready]
+
+    def _merge(self, blocks: Int32) -> None:
+        """Put newly released blocks at their places; their older entries are void by now."""
+        blocks = self._sorted(blocks)
+        scores = self._score[blocks]
+        places = np.searchsorted(self._ready_score, scores, side="right")
+        self._ready = np.insert(self._ready, places, blocks)
+        self._ready_order = np.insert(self._ready_order, places, self._order[blocks])
+        self._ready_score = np.insert(self._ready_score, places, scores)
 
     def _sorted(self, blocks: Int32) -> Int32:
         ordered: Int32 = blocks[np.lexsort((self._order[blocks], self._score[blocks]))]
