@@ -2,8 +2,9 @@
 
 They run inside every backend until a native form of them exists, so they are row-invariant: a
 sequence's numbers are computed by itself, token by token, with the same shapes whatever the chunk;
-sums run in numpy's fixed order, and there is no matrix product. Because a state is rounded to its
-stored dtype after every token, it does not matter where a chunk ends.
+sums run in numpy's fixed order, and BLAS is never called (einsum of two operands is numpy's own
+loop). Because a state is rounded to its stored dtype after every token, it does not matter where a
+chunk ends.
 """
 
 from __future__ import annotations
@@ -60,14 +61,14 @@ def gated_delta_rule(
     Returns:
         ``[t, heads, value_dim]`` and the state behind the last token.
     """
-    out = np.empty_like(v)
+    out, state = np.empty_like(v), state.copy()
     for t in range(len(q)):
-        state = state * decay[t, :, None, None]
-        key = k[t, :, :, None]
-        recalled = np.sum(state * key, axis=1)
+        state *= decay[t, :, None, None]
+        recalled = np.einsum("hkv,hk->hv", state, k[t])
         update = (v[t] - recalled) * beta[t, :, None]
-        state = rounded(state + key * update[:, None, :], dtype)
-        out[t] = np.sum(state * q[t, :, :, None], axis=1)
+        state += k[t, :, :, None] * update[:, None, :]
+        state = rounded(state, dtype)
+        out[t] = np.einsum("hkv,hk->hv", state, q[t])
     return out, state
 
 
@@ -88,9 +89,10 @@ def selective_scan(
     Returns:
         ``[t, heads, head_dim]`` and the state behind the last token.
     """
-    out = np.empty_like(x)
+    out, state = np.empty_like(x), state.copy()
     for t in range(len(x)):
-        added = (x[t] * step[t, :, None])[:, :, None] * b[t, :, None, :]
-        state = rounded(state * decay[t, :, None, None] + added, dtype)
-        out[t] = np.sum(state * c[t, :, None, :], axis=2)
+        state *= decay[t, :, None, None]
+        state += (x[t] * step[t, :, None])[:, :, None] * b[t, :, None, :]
+        state = rounded(state, dtype)
+        out[t] = np.einsum("hdn,hn->hd", state, c[t])
     return out, state
