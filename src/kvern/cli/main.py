@@ -29,6 +29,7 @@ COMMANDS: dict[str, str] = {
     "inspect": "show what each layer of a model leaves in the cache",
     "plan": "work out what fits in memory, before anything is allocated",
     "check": "prove that answers with the cache equal answers without it",
+    "bench": "measure speed and memory, beside the machine's limits and other engines",
     "pull": "fetch a model",
     "models": "list the models known by name",
 }

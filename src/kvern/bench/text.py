@@ -1,0 +1,120 @@
+"""The document as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvern.spec.budget import format_size
+
+NAME_WIDTH = 26
+Document = Mapping[str, Any]
+
+
+def text_report(document: Document) -> str:
+    """Everything that was measured, in lines of at most about 110 characters."""
+    lines = [*_head(document), ""]
+    for item in document["items"]:
+        lines += [*item_lines(item), ""]
+    lines += [f"absent: {absent['name']}: {absent['reason']}" for absent in document["absent"]]
+    lines += [f"left out: {sentence}" for sentence in document["left_out"]]
+    return "\n".join(lines).rstrip()
+
+
+def _head(document: Document) -> list[str]:
+    machine, limits, model = document["machine"], document["limits"], document["model"]
+    lines = [
+        f"kvern {document['kvern']}, {model['name']} ({format_size(model['bytes'])}), "
+        f"{machine['cpu']}, {machine['threads']} threads, medians of {document['runs']} runs",
+        f"limits, measured with {limits['source']}: memory reads {limits['read_bytes_per_s'] / 1e9:.1f} GB/s; "
+        f"int8 {limits['int8_ops_per_s'] / 1e9:,.0f}, bf16 {limits['bf16_ops_per_s'] / 1e9:,.0f}, "
+        f"fp32 {limits['fp32_ops_per_s'] / 1e9:,.0f} GOP/s",
+    ]
+    if document["quick"]:
+        lines.insert(0, "QUICK: tiny sizes, to see that everything works; the figures mean nothing")
+    for engine in document["engines"]:
+        about = ", ".join(
+            str(engine[name]) for name in ("version", "kernel_path", "weights") if engine.get(name)
+        )
+        lines.append(
+            f"  {engine['label']:<{NAME_WIDTH}} {engine['model_file']} ({about}); "
+            f"first token {engine['start_s']:.2f} s after the start of its process"
+        )
+    return lines
+
+
+def item_lines(item: Mapping[str, Any]) -> list[str]:
+    """One item: a line for each engine, and what each of our own was bound by."""
+    lines = [
+        f"{item['key']}: {item['title']}",
+        f"  {item['metric']['unit']:<{NAME_WIDTH}} {'median':>9} {'low - high':>19} {'TTFT':>9} "
+        f"{'TPOT':>9} {'queue':>8} {'tokens/s':>9} {'KV':>9} {'RSS':>9}",
+    ]
+    for engine in item["engines"]:
+        lines.append(_engine_line(engine))
+    for label, sentence in item["errors"].items():
+        lines.append(f"  {label}: failed: {sentence}")
+    for engine in item["engines"]:
+        lines += _own_lines(engine, item["metric"]["more_is_better"])
+    return lines
+
+
+def _engine_line(engine: Mapping[str, Any]) -> str:
+    head = engine["headline"]
+    spread = f"{number(head['low'])} - {number(head['high'])}"
+    used = engine["kv"]["bytes_used"]
+    return (
+        f"  {engine['label']:<{NAME_WIDTH}} {number(head['median']):>9} {spread:>19} "
+        f"{_duration(engine['ttft_s']):>9} {_duration(engine['tpot_s']):>9} "
+        f"{_duration(engine['queue_s']):>8} {number(engine['new_tokens_per_s']['median']):>9} "
+        f"{_mebibytes(used):>9} {_mebibytes(engine['peak_rss_bytes']['median']):>9}"
+    )
+
+
+def _own_lines(engine: Mapping[str, Any], more_is_better: bool) -> list[str]:
+    lines = []
+    if engine["profile"] is not None:
+        lines.append(f"  {engine['label']}: {bottleneck_sentence(engine['profile'])}")
+    for label, ratio in engine["ratios"].items():
+        if label == "best peer":
+            continue
+        better = "more" if more_is_better else "less"
+        mark = (
+            ", the best peer" if engine["ratios"].get("best peer", {}).get("label") == label else ""
+        )
+        lines.append(
+            f"  {engine['label']} / {label}: {ratio['median']:.2f} "
+            f"({ratio['low']:.2f} - {ratio['high']:.2f}; {better} is better{mark})"
+        )
+    return lines
+
+
+def bottleneck_sentence(profile: Mapping[str, Any]) -> str:
+    """What a step's time went to, and the share of the limit that was reached."""
+    shares = sorted(profile["shares"].items(), key=lambda entry: -entry[1])
+    parts = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
+    return (
+        f"bound by {profile['bottleneck']} ({parts}; Python in all {profile['python_share']:.0%}; "
+        f"queue {profile['queue_share_of_wall']:.0%} of the wall time); "
+        f"{profile['share_of_limit']:.0%} of the machine's limit"
+    )
+
+
+def number(value: float | None) -> str:
+    """Three significant digits or whole numbers; a dash for what is not known."""
+    if value is None:
+        return "-"
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _duration(spread: Mapping[str, Any] | None) -> str:
+    if spread is None:
+        return "-"
+    seconds = spread["median"]
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def _mebibytes(num_bytes: float | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / 2**20:,.0f} MiB"
