@@ -225,3 +225,28 @@ def nemotron_30b() -> ModelSpec:
         "torch_dtype": "bfloat16",
     }
     return load_model_spec(values, "nemotron-30b")
+
+
+def qwen_sparse_hybrid() -> ModelSpec:
+    """36 gated delta layers; 12 of sparse attention with index keys; an n-gram path's state."""
+    values = {
+        "model_type": "qwen4_exp",
+        "architectures": ["Qwen4ExpForCausalLM"],
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 12,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "mamba_ssm_dtype": "float32",
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "torch_dtype": "bfloat16",
+    }
+    return load_model_spec(values, "qwen-sparse-hybrid")
