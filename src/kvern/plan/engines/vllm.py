@@ -277,8 +277,10 @@ def _assumptions(run: _Run) -> tuple[str, ...]:
         hint = "" if given else "; --max-batched-tokens sets a step"
         notes.append(f"{tokens:,} tokens in flight ({why}{hint})")
     if "state" in kinds and run.request.state_mode is None:
+        caching = "off" if run.rules.state_mode == "none" else "on"
         notes.append(
-            f"recurrent states are cached in mode {run.rules.state_mode!r} (--state-mode sets it)"
+            f"recurrent states in mode {run.rules.state_mode!r}, as with prefix caching {caching} "
+            "(--state-mode sets it)"
         )
     return tuple(notes)
 

@@ -43,7 +43,10 @@ STATE_MODE = (
     (Since(), "none"),
     (Since(release=(0, 21)), "align"),
 )
-"""Prefix caching of recurrent states by default: one state a request, or two (align)."""
+"""States of a request where none is asked for: one, or two as with prefix caching (align).
+
+Up to 0.24 prefix caching of states had to be switched on, and published servers of 0.21 to 0.24
+nearly always do; it is assumed on from 0.21."""
 
 BATCHES_IN_FLIGHT = (
     (Since(), 1),
