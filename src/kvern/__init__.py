@@ -27,9 +27,9 @@ _HOMES = {
 }
 
 __all__ = [
+    "LLM",
     "AsyncLLM",
     "KvernError",
-    "LLM",
     "RequestOutput",
     "SamplingParams",
     "StreamDelta",
