@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvern.check.lab import Lab
 from kvern.check.names import Fault
-from kvern.check.sheet import Case, CaseSkipped, Sheet
+from kvern.check.sheet import Case, CaseSkippedError, Sheet
 
 
 def sharing_cases(lab: Lab) -> Iterator[Case]:
@@ -23,7 +23,9 @@ def sharing_cases(lab: Lab) -> Iterator[Case]:
     yield Case("fork", "several samples of one prompt", _fork)
     yield Case("beams", "beam search", _beams)
     yield Case("salt", "equal prompts under different salts", _salt)
-    yield Case("neighbour-aborted", "a neighbour aborted in prefill and in decode", _neighbour_aborted)
+    yield Case(
+        "neighbour-aborted", "a neighbour aborted in prefill and in decode", _neighbour_aborted
+    )
 
 
 def _least_hit(sheet: Sheet, num_shared: int) -> int:
@@ -67,6 +69,7 @@ def _next_turn(sheet: Sheet) -> None:
     lab, size = sheet.lab, sheet.lab.block_size
     history = lab.tokens(size + 3, 50)
     session = sheet.session(8 * size + 96)
+    known = 0
     for turn in range(3):
         session.submit(f"turn{turn}", history, max(size // 2, 3))
         session.finish()
@@ -93,7 +96,9 @@ def _twins(sheet: Sheet) -> None:
     sheet.note(f"{done} tokens computed, {alone} without sharing")
     if done >= alone and _least_hit(sheet, len(prompt) - 1):
         sheet.find(
-            Fault.NO_HIT, f"three twins computed {done} tokens, as many as without sharing", "counters"
+            Fault.NO_HIT,
+            f"three twins computed {done} tokens, as many as without sharing",
+            "counters",
         )
 
 
@@ -115,7 +120,9 @@ def _preempt(sheet: Sheet) -> None:
     num_prompt, num_new = size + max(size // 2, 1), min(size, 64) + 4
     plan = lab.llm.model.kv_plan
     if any(group.is_state for group in plan.groups):
-        raise CaseSkipped("the model keeps states: how many pages overflow is not fixed by the tokens")
+        raise CaseSkippedError(
+            "the model keeps states: how many pages overflow is not fixed by the tokens"
+        )
     count = 3
     num_blocks = count * plan.pages_for(num_prompt, num_prompt) + len(plan.groups)
     num_blocks = max(num_blocks, plan.pages_for(num_prompt + num_new, num_prompt))
@@ -125,7 +132,7 @@ def _preempt(sheet: Sheet) -> None:
     session.finish()
     sheet.note(f"{session.num_preemptions()} preemptions in a pool of {num_blocks} blocks")
     if session.num_preemptions() == 0:
-        raise CaseSkipped("nothing had to be preempted")
+        raise CaseSkippedError("nothing had to be preempted")
 
 
 def _replaced(sheet: Sheet) -> None:

@@ -9,25 +9,19 @@ when its replay gives the logits that the engine gave.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from kvern.kernels.protocol import (
-    F32,
-    I32,
-    I64,
-    AttendBatch,
-    AttendParams,
-    Backend,
-    PagedStream,
-    Weight,
-)
-from kvern.models.decoder import Decoder, LayerCache
+from kvern.kernels.protocol import F32, I64, AttendBatch, AttendParams, Backend, PagedStream
+from kvern.models.attention import LayerCache
+from kvern.models.decoder import Decoder
 from kvern.models.workspace import Workspace
+from kvern.spec.pages import state_offsets
 from kvern.store.dtypes import decode, encode
+from kvern.store.pool import PagedStore
 
 Bool = npt.NDArray[np.bool_]
 
@@ -70,28 +64,34 @@ class Replay:
     swap: Swap | None = None
 
 
-@dataclass(slots=True)
-class _LayerKV:
-    keys: F32
-    values: F32
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """Stands where the decoder expects a paged stream; `place` tells streams apart."""
+
+    place: tuple[int, int]
+    dtype: str
 
 
 @dataclass(slots=True)
 class _PassState:
-    """What one pass knows and collects; keys and values are `[n, heads, dim]` per layer."""
+    """What one pass knows and collects: rows ``[n, heads, dim]`` per stream."""
 
     replay: Replay
-    swapped: dict[int, _LayerKV] = field(default_factory=dict)
-    collected: dict[int, _LayerKV] = field(default_factory=dict)
+    swapped: dict[_Stream, F32] = field(default_factory=dict)
+    collected: dict[_Stream, F32] = field(default_factory=dict)
 
-
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    """Stands where the decoder expects a paged stream."""
-
-    layer: int
-    is_key: bool
-    dtype: str
+    def rows(self, stream: _Stream, *, is_swapped: bool = False) -> F32:
+        """A stream's rows as right rows see them, or as rows behind the swap do."""
+        own, swap = self.collected[stream], self.replay.swap
+        if not is_swapped or swap is None:
+            return own
+        mixed = own.copy()
+        if swap.source is None:
+            mixed[swap.start : swap.stop] = 0
+        else:
+            stop = swap.source_start + swap.stop - swap.start
+            mixed[swap.start : swap.stop] = self.swapped[stream][swap.source_start : stop]
+        return mixed
 
 
 class _DenseBackend:
@@ -100,34 +100,15 @@ class _DenseBackend:
     def __init__(self, inner: Backend, state: _PassState) -> None:
         self._inner = inner
         self._state = state
-        self._pending: F32 = np.empty(0, np.float32)
 
-    def matmul(self, x: F32, weight: Weight, out: F32) -> None:
-        self._inner.matmul(x, weight, out)
-
-    def embed(self, weight: Weight, token_ids: I32, out: F32) -> None:
-        self._inner.embed(weight, token_ids, out)
-
-    def rms_norm(self, x: F32, weight: F32, eps: float, out: F32) -> None:
-        self._inner.rms_norm(x, weight, eps, out)
-
-    def rotary(self, x: F32, positions: I32, cos: F32, sin: F32, interleaved: bool) -> None:
-        self._inner.rotary(x, positions, cos, sin, interleaved)
-
-    def gated_activation(self, gate_up: F32, kind: str, out: F32) -> None:
-        self._inner.gated_activation(gate_up, kind, out)
-
-    def add(self, x: F32, y: F32) -> None:
-        self._inner.add(x, y)
+    def __getattr__(self, name: str) -> Any:
+        """Row-wise operations that the inner backend may have beside those below."""
+        return getattr(self._inner, name)
 
     def append(self, x: F32, stream: PagedStream, slot_mapping: I64) -> None:
         """Keep the rows, rounded as the pool would round them."""
         place = cast(_Stream, stream)
-        rounded = decode(encode(x, place.dtype), place.dtype)
-        if place.is_key:
-            self._pending = rounded
-        else:
-            self._state.collected[place.layer] = _LayerKV(self._pending, rounded)
+        self._state.collected[place] = decode(encode(x, place.dtype), place.dtype)
 
     def attend(
         self,
@@ -139,23 +120,14 @@ class _DenseBackend:
         out: F32,
     ) -> int:
         """Attention over plain arrays, once more with the swapped content for the rows that see it."""
-        layer, state = cast(_Stream, keys).layer, self._state
-        own, swap = state.collected[layer], state.replay.swap
-        seen = visible(state.replay, params)
-        out[...] = _attention(q, own, seen, params)
+        streams, swap = (cast(_Stream, keys), cast(_Stream, values)), self._state.replay.swap
+        seen = visible(self._state.replay, params)
+        key_rows, value_rows = (self._state.rows(stream) for stream in streams)
+        out[...] = _attention(q, key_rows, value_rows, seen, params)
         if swap is not None and swap.first_query < len(q):
             rows = slice(swap.first_query, None)
-            mixed = _LayerKV(own.keys.copy(), own.values.copy())
-            other = state.swapped.get(layer)
-            for target, source in (
-                (mixed.keys, None if other is None else other.keys),
-                (mixed.values, None if other is None else other.values),
-            ):
-                count = swap.stop - swap.start
-                target[swap.start : swap.stop] = (
-                    0 if source is None else source[swap.source_start : swap.source_start + count]
-                )
-            out[rows] = _attention(q[rows], mixed, seen[rows], params)
+            key_rows, value_rows = (self._state.rows(stream, is_swapped=True) for stream in streams)
+            out[rows] = _attention(q[rows], key_rows, value_rows, seen[rows], params)
         return int(seen.sum())
 
 
@@ -174,11 +146,11 @@ def visible(replay: Replay, params: AttendParams) -> Bool:
     return seen
 
 
-def _attention(q: F32, kv: _LayerKV, seen: Bool, params: AttendParams) -> F32:
+def _attention(q: F32, keys: F32, values: F32, seen: Bool, params: AttendParams) -> F32:
     num_queries, num_heads, dim = q.shape
-    num_kv_heads = kv.keys.shape[1]
+    num_kv_heads = keys.shape[1]
     grouped = q.reshape(num_queries, num_kv_heads, num_heads // num_kv_heads, dim)
-    scores = np.einsum("qhgd,khd->hgqk", grouped, kv.keys, optimize=True) * np.float32(params.scale)
+    scores = np.einsum("qhgd,khd->hgqk", grouped, keys, optimize=True) * np.float32(params.scale)
     if params.softcap is not None:
         scores = params.softcap * np.tanh(scores / params.softcap)
     scores = np.where(seen[None, None], scores, -np.inf)
@@ -190,7 +162,7 @@ def _attention(q: F32, kv: _LayerKV, seen: Bool, params: AttendParams) -> F32:
     total = weights.sum(axis=-1, keepdims=True)
     if params.sink_logits is not None:
         total = total + np.exp(sinks - peak)
-    out = np.einsum("hgqk,khd->qhgd", weights / total, kv.values, optimize=True)
+    out = np.einsum("hgqk,khd->qhgd", weights / total, values, optimize=True)
     result: F32 = out.reshape(num_queries, num_heads, -1).astype(np.float32)
     return result
 
@@ -198,11 +170,11 @@ def _attention(q: F32, kv: _LayerKV, seen: Bool, params: AttendParams) -> F32:
 class DensePass:
     """Runs replays on one model."""
 
-    def __init__(self, decoder: Decoder, dtypes: list[tuple[str, str]]) -> None:
-        """Args: decoder: untouched; dtypes: stored dtype of keys and of values per layer."""
+    def __init__(self, decoder: Decoder, store: PagedStore) -> None:
+        """Args: decoder: untouched; store: tells which layers share a stream, and the stored dtypes."""
         self._decoder = decoder
-        self._dtypes = dtypes
-        self._known: dict[tuple[int, ...], dict[int, _LayerKV]] = {}
+        self._store = store
+        self._known: dict[tuple[int, ...], dict[_Stream, F32]] = {}
 
     def logits(self, replay: Replay, rows: list[int]) -> F32:
         """Logits ``[len(rows), vocab_size]`` of the given rows."""
@@ -215,7 +187,7 @@ class DensePass:
         self._decoder.logits(np.ascontiguousarray(hidden[rows]), out)
         return out
 
-    def _content_of(self, tokens: tuple[int, ...]) -> dict[int, _LayerKV]:
+    def _content_of(self, tokens: tuple[int, ...]) -> dict[_Stream, F32]:
         """Keys and values of another run, computed the right way."""
         found = self._known.get(tokens)
         if found is None:
@@ -228,28 +200,46 @@ class DensePass:
         replay, count = state.replay, len(state.replay.tokens)
         decoder = copy.copy(self._decoder)
         decoder.backend = cast(Backend, _DenseBackend(self._decoder.backend, state))
-        rope = np.array(replay.rope or range(count), np.int32)
         batch = AttendBatch(
             np.array([0, count], np.int32),
             np.array([count], np.int32),
-            np.zeros((1, 1), np.int32),
-            rope,
+            np.arange(1, self._entry_pages + 1, dtype=np.int32)[None],
+            np.array(replay.rope or range(count), np.int32),
             np.zeros(count, np.int64),
         )
-        cache: list[Any] = [
-            LayerCache(
-                cast(PagedStream, _Stream(index, True, key_dtype)),
-                cast(PagedStream, _Stream(index, False, value_dtype)),
-                0,
-            )
-            for index, (key_dtype, value_dtype) in enumerate(self._dtypes)
-        ]
         workspace = Workspace(decoder.config, count)
-        hidden, _ = decoder.forward(np.array(replay.tokens, np.int32), [batch], cache, workspace)
+        tokens = np.array(replay.tokens, np.int32)
+        hidden, _ = decoder.forward(tokens, [batch], self._cache(), workspace)
         return hidden
 
+    def _cache(self) -> list[LayerCache]:
+        """Stand-ins for streams; fresh zeros for states, which begin at the first token anyway."""
+        plan = self._store.plan
+        states = {
+            layer: LayerCache.of_state(
+                0, np.zeros((self._entry_pages + 1, plan.page_bytes), np.uint8), parts
+            )
+            for group in plan.groups
+            if group.is_state
+            for layer, parts in state_offsets(group).items()
+        }
+        cache = []
+        for layer in range(len(self._decoder.config.layers)):
+            found = self._store.streams(layer)
+            if layer in states:
+                cache.append(states[layer])
+            elif found is None:
+                cache.append(LayerCache.none())
+            else:
+                group, streams = found
+                stand_ins = tuple(cast(PagedStream, _stand_in(group, stream)) for stream in streams)
+                cache.append(LayerCache.of(0, stand_ins))
+        return cache
 
-def restarted(replay: Replay, rope: npt.NDArray[np.int64], *, masks_too: bool) -> Replay:
-    """The replay with rows rotated to other positions, and perhaps masked by them."""
-    positions = tuple(int(p) for p in rope)
-    return replace(replay, rope=positions, mask_end=positions if masks_too else ())
+    @property
+    def _entry_pages(self) -> int:
+        return max(group.pages_per_entry for group in self._store.plan.groups)
+
+
+def _stand_in(group: int, stream: PagedStream) -> _Stream:
+    return _Stream((group, stream.offset), stream.dtype)

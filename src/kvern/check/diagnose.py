@@ -6,20 +6,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvern.check.compare import F32, spread
 from kvern.check.dense import Replay
-from kvern.check.hypotheses import Other, Suspect, hypotheses
+from kvern.check.hypotheses import Hypothesis, Other, Suspect, hypotheses
 from kvern.check.lab import Lab
 from kvern.check.names import Fault, Finding
 from kvern.check.session import Session
 from kvern.check.watch import Row, SequenceNote
 
-MAX_ROWS = 24
-"""Rows of a sequence that a replay is compared on."""
+MAX_ROWS, MAX_RIGHT_ROWS = 8, 8
+"""Wrong and right rows of a sequence that a replay is compared on; the first wrong ones are the plainest."""
 
 MAX_UNEXPLAINED = 0.15
 """A replay names a fault when it leaves at most this share of what a right replay leaves."""
+
+MAX_UNEXPLAINED_ALONE, CLEAR_LEAD = 0.55, 1.6
+"""Or at most the first, when every other fault's replays leave so many times as much: rounding adds noise."""
+
+MAX_UNEXPLAINED_IF_NAMED = 0.75
+"""Of the best replay, when another case has named its fault already."""
+
+MAX_SPOILT = 0.3
+"""A replay may change right rows by at most this share of the difference, and noise."""
 
 GOOD_ENOUGH = 0.02
 """No better replay is looked for below this share."""
@@ -39,6 +49,13 @@ class Evidence:
     positions: list[int]
     observed: F32
     right: F32
+    is_wrong: npt.NDArray[np.bool_]
+    noise_rms: float
+
+    @property
+    def distance(self) -> float:
+        """Of the wrong rows from the right replay."""
+        return _rms(self.observed[self.is_wrong], self.right[self.is_wrong])
 
 
 def wrong_rows(lab: Lab, session: Session) -> list[Row]:
@@ -62,7 +79,11 @@ def diagnose(lab: Lab, session: Session, rerun: Callable[[], Session | None]) ->
     if not rows:
         return []
     if lab.is_random:
-        return [Finding(Fault.RANDOMNESS, "the same input gives different logits each time", "comparison")]
+        return [
+            Finding(
+                Fault.RANDOMNESS, "the same input gives different logits each time", "comparison"
+            )
+        ]
     again = rerun()
     differing = None if again is None else _first_unequal(lab, rows, wrong_rows(lab, again))
     if differing is not None:
@@ -80,9 +101,9 @@ def _place(row: Row) -> str:
 
 def _first_unequal(lab: Lab, rows: Sequence[Row], again: Sequence[Row]) -> Row | None:
     """A wrong row that came out differently the second time."""
-    others = {(row.request_id, row.position, row.step): row for row in again}
+    others = {(row.seq_id, row.position, row.step): row for row in again}
     for row in rows:
-        other = others.get((row.request_id, row.position, row.step))
+        other = others.get((row.seq_id, row.position, row.step))
         if other is None or other.logits is None or row.logits is None:
             return row
         if not np.array_equal(row.logits, other.logits, equal_nan=True):
@@ -122,57 +143,92 @@ def _replayed(lab: Lab, session: Session, rows: Sequence[Row]) -> Finding:
     """The hypothesis that explains the first wrong sequence best."""
     seq_id = rows[0].seq_id
     note = session.watch.notes[seq_id]
-    evidence = _evidence(lab, session, seq_id)
-    suspect = _suspect(lab, session, note, min(row.position for row in rows if row.seq_id == seq_id))
-    best: tuple[float, Fault, str] | None = None
+    evidence = _evidence(lab, session, rows)
+    suspect = _suspect(
+        lab, session, note, min(row.position for row in rows if row.seq_id == seq_id)
+    )
+    best: dict[Fault, tuple[float, Hypothesis]] = {}
     for hypothesis in hypotheses(suspect):
-        indices = [position + hypothesis.shift for position in evidence.positions]
-        usable = [i for i, index in enumerate(indices) if 0 <= index < len(hypothesis.replay.tokens)]
-        if not usable:
-            continue
-        logits = lab.dense.logits(hypothesis.replay, [indices[i] for i in usable])
-        share = _unexplained(evidence.observed[usable], evidence.right[usable], logits)
-        if best is None or share < best[0]:
-            best = share, hypothesis.fault, hypothesis.sentence
-        if share <= GOOD_ENOUGH:
+        left = _try(lab, hypothesis, evidence)
+        if left < best.get(hypothesis.fault, (np.inf, hypothesis))[0]:
+            best[hypothesis.fault] = left, hypothesis
+        if left <= GOOD_ENOUGH:
             break
+    ranking = sorted(best.values(), key=lambda entry: entry[0])
     place = f"request {note.request_id}, from position {suspect.first_wrong}"
-    if best is None or best[0] > MAX_UNEXPLAINED:
-        if max(row.difference.relative for row in rows if row.difference) <= LAST_BITS:
-            return _rounding(rows)
-        nearest = "" if best is None else f"; nearest is: {best[2]}, which leaves {best[0]:.0%} of it"
-        return Finding(
-            Fault.UNEXPLAINED, f"{place}: no known fault gives these logits{nearest}", "replay"
-        )
-    share, fault, sentence = best
-    return Finding(fault, f"{place}: {sentence}", "replay", round(share, 4))
+    if ranking and _is_convincing(
+        [left for left, _ in ranking], is_named=ranking[0][1].fault in lab.named
+    ):
+        share, found = ranking[0]
+        lab.named.add(found.fault)
+        return Finding(found.fault, f"{place}: {found.sentence}", "replay", round(share, 4))
+    largest = max(row.difference.relative for row in rows if row.difference)
+    if largest <= max(LAST_BITS, 2 * lab.noise):
+        return _rounding(rows)
+    nearest = ""
+    if ranking:
+        nearest = f"; nearest is: {ranking[0][1].sentence}, which leaves {ranking[0][0]:.0%} of it"
+    return Finding(
+        Fault.UNEXPLAINED, f"{place}: no known fault gives these logits{nearest}", "replay"
+    )
 
 
-def _unexplained(observed: F32, right: F32, replayed: F32) -> float:
-    """Distance of the replay from what was observed, as a share of the right replay's."""
-    if not np.isfinite(replayed).all():
+def _try(lab: Lab, hypothesis: Hypothesis, evidence: Evidence) -> float:
+    """Share of the difference that a hypothesis leaves; infinite where it says nothing."""
+    indices = [position + hypothesis.shift for position in evidence.positions]
+    usable = [
+        i
+        for i, index in enumerate(indices)
+        if 0 <= index < len(hypothesis.replay.tokens)
+        and hypothesis.only in (None, evidence.positions[i])
+    ]
+    if not usable:
         return np.inf
-    distance = float(np.sqrt(np.mean((observed - right).astype(np.float64) ** 2)))
-    left = float(np.sqrt(np.mean((observed - replayed).astype(np.float64) ** 2)))
-    return left / distance if distance else np.inf
+    logits = lab.dense.logits(hypothesis.replay, [indices[i] for i in usable])
+    observed, is_wrong = evidence.observed[usable], evidence.is_wrong[usable]
+    if not np.isfinite(logits).all() or not is_wrong.any():
+        return np.inf
+    spoilt = _rms(observed[~is_wrong], logits[~is_wrong])
+    if spoilt > MAX_SPOILT * evidence.distance + 2 * evidence.noise_rms:
+        return np.inf
+    return _rms(observed[is_wrong], logits[is_wrong]) / evidence.distance
 
 
-def _evidence(lab: Lab, session: Session, seq_id: int) -> Evidence:
-    """Wrong rows of a sequence and a few right ones, which a replay must not spoil."""
-    rows = {row.position: row for row in session.watch.rows if row.seq_id == seq_id}
-    positions: list[int] = []
-    observed = []
-    num_wrong = 0
-    for position in sorted(rows):
-        row = rows[position]
+def _is_convincing(shares: Sequence[float], *, is_named: bool) -> bool:
+    """Whether the best replay names the fault: it is near, or much nearer than those of all other faults.
+
+    Args:
+        shares: what the best replay of each fault leaves unexplained, best first.
+        is_named: another case has named the best one's fault already.
+    """
+    if shares[0] <= (MAX_UNEXPLAINED_IF_NAMED if is_named else MAX_UNEXPLAINED):
+        return True
+    next_best = shares[1] if len(shares) > 1 else 1.0
+    return shares[0] <= MAX_UNEXPLAINED_ALONE and shares[0] * CLEAR_LEAD <= min(next_best, 1.0)
+
+
+def _rms(a: F32, b: F32) -> float:
+    return float(np.sqrt(np.mean((a - b).astype(np.float64) ** 2))) if len(a) else 0.0
+
+
+def _evidence(lab: Lab, session: Session, rows: Sequence[Row]) -> Evidence:
+    """The first wrong rows of a sequence, and a few right ones, which a replay must not spoil."""
+    seq_id = rows[0].seq_id
+    wrong = {
+        row.position: row.logits for row in rows if row.seq_id == seq_id and row.logits is not None
+    }
+    chosen = dict(sorted(wrong.items())[:MAX_ROWS])
+    for row in session.watch.rows:
         known = lab.uncached.find(row.node)
-        if known is None or num_wrong >= MAX_ROWS:
+        if row.seq_id != seq_id or row.position in wrong or known is None:
             continue
-        num_wrong += row.logits is not None
-        positions.append(position)
-        observed.append(known.logits if row.logits is None else row.logits)
+        if len(chosen) < MAX_ROWS + MAX_RIGHT_ROWS:
+            chosen[row.position] = known.logits
+    positions = sorted(chosen)
     right = lab.dense.logits(Replay(session.watch.notes[seq_id].tokens), positions)
-    return Evidence(positions, np.stack(observed), right)
+    observed = np.stack([chosen[position] for position in positions])
+    is_wrong = np.array([position in wrong for position in positions])
+    return Evidence(positions, observed, right, is_wrong, lab.noise_rms)
 
 
 def _was_resumed(note: SequenceNote) -> bool:

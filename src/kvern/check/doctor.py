@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from kvern.check.cases_compute import compute_cases
 from kvern.check.cases_foundation import foundation_cases
@@ -11,10 +12,10 @@ from kvern.check.cases_sharing import sharing_cases
 from kvern.check.compare import Difference
 from kvern.check.diagnose import diagnose
 from kvern.check.lab import CheckOptions, Lab, Tamper
-from kvern.check.names import Fault, Finding
+from kvern.check.names import CAUSES, Fault, Finding
 from kvern.check.results import CaseResult, CheckReport, Verdict
-from kvern.check.session import EngineFailed, Session
-from kvern.check.sheet import Case, CaseSkipped, Sheet
+from kvern.check.session import EngineFailedError, Session
+from kvern.check.sheet import Case, CaseSkippedError, Sheet
 from kvern.check.watch import Row
 from kvern.engine.llm import LLM
 
@@ -96,14 +97,21 @@ def run_case(lab: Lab, case: Case, *, replays: bool = True) -> CaseResult:
         num_compared += len(compared)
         if len(compared) < len(session.watch.rows):
             findings.append(
-                Finding(Fault.NO_RESULT, "rows could not be compared: the full pass gave none", "comparison")
+                Finding(
+                    Fault.NO_RESULT,
+                    "rows could not be compared: the full pass gave none",
+                    "comparison",
+                )
             )
         findings += session.findings
         worst = _worse(worst, compared)
-        if replays:
-            findings += diagnose(lab, session, lambda number=number: _session_again(lab, case, number))
+        is_known = any(finding.fault in CAUSES for finding in session.findings)
+        if replays and not is_known:
+            findings += diagnose(lab, session, partial(_session_again, lab, case, number))
     if num_compared == 0 and skipped is None and not findings:
-        findings.append(Finding(Fault.NO_RESULT, "the case compared no position at all", "comparison"))
+        findings.append(
+            Finding(Fault.NO_RESULT, "the case compared no position at all", "comparison")
+        )
     difference = sheet.difference if worst is None else worst.difference
     assert difference is not None
     return CaseResult(
@@ -129,9 +137,9 @@ def _carry_out(lab: Lab, case: Case) -> tuple[Sheet, str | None]:
     skipped: str | None = None
     try:
         case.run(sheet)
-    except CaseSkipped as reason:
+    except CaseSkippedError as reason:
         skipped = str(reason)
-    except EngineFailed:
+    except EngineFailedError:
         pass  # the session holds the finding
     except Exception as error:
         sheet.find(
@@ -174,5 +182,10 @@ def _position(sheet: Sheet, worst: Row | None) -> int | None:
 
 def _largest_kl(sheet: Sheet, difference: Difference) -> float:
     """Over all rows, not only the one with the largest difference."""
-    rows = [row.difference.kl for session in sheet.sessions for row in session.watch.rows if row.difference]
+    rows = [
+        row.difference.kl
+        for session in sheet.sessions
+        for row in session.watch.rows
+        if row.difference
+    ]
     return max([difference.kl, *rows])

@@ -23,12 +23,18 @@ MAX_SOURCES = 6
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A fault and the pass that would show it; row ``p + shift`` of the replay is position ``p``."""
+    """A fault and the pass that would show it.
+
+    Attributes:
+        shift: row ``p + shift`` of the replay is position ``p``.
+        only: the one position that it speaks of; None: all from the first wrong one on.
+    """
 
     fault: Fault
     sentence: str
     replay: Replay
     shift: int = 0
+    only: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,11 @@ def _ints(values: I64) -> tuple[int, ...]:
 
 
 def _masks(suspect: Suspect) -> Iterator[Hypothesis]:
-    index, starts, ends = np.arange(len(suspect.tokens)), suspect.chunk_starts(), suspect.chunk_ends()
+    index, starts, ends = (
+        np.arange(len(suspect.tokens)),
+        suspect.chunk_starts(),
+        suspect.chunk_ends(),
+    )
     replay = Replay(suspect.tokens)
     is_long = ends > starts
     behind = index - starts
@@ -108,7 +118,10 @@ def _masks(suspect: Suspect) -> Iterator[Hypothesis]:
             np.where(is_long, behind, index),
             None,
         ),
-        "every chunk sees keys from the front only (top-left alignment), single tokens too": (behind, None),
+        "every chunk sees keys from the front only (top-left alignment), single tokens too": (
+            behind,
+            None,
+        ),
         "a chunk sees only its own tokens and none of the cache": (None, starts),
         "a token sees the tokens that follow it in its chunk": (ends, None),
         "a token does not see itself": (np.maximum(index - 1, 0), None),
@@ -121,12 +134,18 @@ def _masks(suspect: Suspect) -> Iterator[Hypothesis]:
 
 
 def _positions(suspect: Suspect) -> Iterator[Hypothesis]:
-    index, starts, ends = np.arange(len(suspect.tokens)), suspect.chunk_starts(), suspect.chunk_ends()
+    index, starts, ends = (
+        np.arange(len(suspect.tokens)),
+        suspect.chunk_starts(),
+        suspect.chunk_ends(),
+    )
     prompt, found = suspect.num_prompt_tokens, suspect.num_found
     is_decode, is_long = index >= prompt, ends > starts
     variants = {
         "positions restart at 0 with every chunk": index - starts,
-        "positions restart at 0 with every chunk of several tokens": np.where(is_long, index - starts, index),
+        "positions restart at 0 with every chunk of several tokens": np.where(
+            is_long, index - starts, index
+        ),
         "positions restart at 0 where decoding begins": np.where(is_decode, index - prompt, index),
         "positions restart at 0 behind the part found in the cache": np.where(
             index >= found, index - found, index
@@ -148,28 +167,32 @@ def _positions(suspect: Suspect) -> Iterator[Hypothesis]:
 
 
 def _last_token(suspect: Suspect) -> Iterator[Hypothesis]:
-    prompt = suspect.num_prompt_tokens
-    if suspect.first_wrong == prompt - 1 and suspect.num_found >= prompt - 1 and prompt > 1:
-        yield Hypothesis(
-            Fault.LAST_TOKEN,
-            f"after a full hit the logits of position {prompt - 2} stand for those of the last prompt token "
-            f"at {prompt - 1}",
-            Replay(suspect.tokens),
-            shift=-1,
-        )
-        yield Hypothesis(
-            Fault.LAST_TOKEN,
-            f"after a full hit the last prompt token is computed a second time, as position {prompt}",
-            Replay(suspect.tokens[:prompt] + suspect.tokens[prompt - 1 :]),
-            shift=1,
-        )
-        yield Hypothesis(
-            Fault.LAST_TOKEN,
-            f"after a full hit the token at {prompt - 2} is computed in place of the last prompt token",
-            Replay(
-                (*suspect.tokens[: prompt - 1], suspect.tokens[prompt - 2], *suspect.tokens[prompt:])
-            ),
-        )
+    """After a full hit the row of the last prompt token is another row."""
+    tokens, prompt = suspect.tokens, suspect.num_prompt_tokens
+    last = prompt - 1
+    if suspect.first_wrong != last or suspect.num_found < last or last < 1:
+        return
+    yield Hypothesis(
+        Fault.LAST_TOKEN,
+        f"after a full hit the logits of position {last - 1} stand for those of the last prompt token "
+        f"at {last}",
+        Replay(tokens),
+        shift=-1,
+        only=last,
+    )
+    yield Hypothesis(
+        Fault.LAST_TOKEN,
+        f"after a full hit the last prompt token is computed a second time, as position {prompt}",
+        Replay(tokens[:prompt] + tokens[last:]),
+        shift=1,
+        only=last,
+    )
+    yield Hypothesis(
+        Fault.LAST_TOKEN,
+        f"after a full hit the token at {last - 1} is computed in place of the last prompt token",
+        Replay((*tokens[:last], tokens[last - 1], *tokens[prompt:])),
+        only=last,
+    )
 
 
 def _lost_tokens(suspect: Suspect) -> Iterator[Hypothesis]:
@@ -189,9 +212,13 @@ def _lost_tokens(suspect: Suspect) -> Iterator[Hypothesis]:
 def _swaps(
     suspect: Suspect, other: Other | None, spans: Iterator[tuple[int, int]]
 ) -> Iterator[Swap]:
-    """Swaps whose content the other run has, seen from the first wrong row on."""
+    """Swaps whose content the other run has, seen from the first wrong row on.
+
+    A sibling may have written the row's own position too, just before the row attended.
+    """
+    limit = len(suspect.tokens) if other is not None and other.is_sibling else suspect.first_wrong
     for start, stop in spans:
-        stop = min(stop, suspect.first_wrong, len(other.tokens) if other else stop)
+        stop = min(stop, limit, len(other.tokens) if other else stop)
         if start < stop:
             source = None if other is None else other.tokens
             yield Swap(suspect.first_wrong, start, stop, source, start)
@@ -219,7 +246,9 @@ def _tails(suspect: Suspect) -> Iterator[Hypothesis]:
         if other.is_sibling or not 0 < shared < suspect.first_wrong + 1:
             continue
         limit = min((shared // suspect.block_size + 1) * suspect.block_size, shared + 4)
-        spans = {(shared, max(found, shared))} | {(shared, stop) for stop in range(shared + 1, limit + 1)}
+        spans = {(shared, max(found, shared))} | {
+            (shared, stop) for stop in range(shared + 1, limit + 1)
+        }
         for swap in _swaps(suspect, other, iter(sorted(spans))):
             yield Hypothesis(
                 Fault.TAIL_TOO_FAR,
@@ -234,7 +263,7 @@ def _foreign_blocks(suspect: Suspect) -> Iterator[Hypothesis]:
         own = suspect.num_prompt_tokens
         spans = list(_blocks(suspect))
         if other.is_sibling:
-            spans = [(own, suspect.first_wrong), (suspect.first_wrong - 1, suspect.first_wrong), *spans]
+            spans = [(own, len(suspect.tokens)), (own, suspect.first_wrong), *spans]
         else:
             spans.insert(0, (0, suspect.num_found))
         for swap in _swaps(suspect, other, iter(spans)):

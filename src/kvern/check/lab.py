@@ -11,6 +11,7 @@ import numpy as np
 from kvern.check.compare import tolerance_of
 from kvern.check.contexts import Contexts
 from kvern.check.dense import DensePass
+from kvern.check.names import Fault
 from kvern.check.session import Session
 from kvern.check.uncached import LayerTrace, UncachedRow, UncachedRows
 from kvern.check.watch import Watch
@@ -45,7 +46,10 @@ class Lab:
         llm: the engine as the user would run it; its weights and settings are used for all others.
         tolerance: share of a row's range that a logit may differ by; 0 demands equal bits.
         noise: how far the independent pass lies from the engine's full pass, as a share of the range.
+        noise_rms: the same as the root mean square over all logits.
+        stored_dtypes: of keys and values.
         is_random: the same input gave different logits.
+        named: faults that replays have named so far.
     """
 
     def __init__(
@@ -68,27 +72,24 @@ class Lab:
         self.options = options
         self.contexts = Contexts()
         self.uncached = UncachedRows(self.contexts, self._full_pass)
-        dtypes = self._stored_dtypes()
-        self.tolerance = tolerance_of(
-            llm.model.backend.row_invariant, {dtype for pair in dtypes for dtype in pair}
-        )
+        layers = range(len(llm.model.decoder.config.layers))
+        found = [entry for entry in map(llm.model.store.streams, layers) if entry is not None]
+        self.stored_dtypes = {stream.dtype for _, streams in found for stream in streams}
+        self.tolerance = tolerance_of(llm.model.backend.row_invariant, self.stored_dtypes)
         self.noise = 0.0
+        self.noise_rms = 0.0
         self.is_random = False
+        self.named: set[Fault] = set()
         self._tamper = tamper
         self._tampers_last = tampers_last
-        self.dense = DensePass(llm.model.decoder, dtypes)
-
-    def _stored_dtypes(self) -> list[tuple[str, str]]:
-        spec = self.llm.model.spec.with_kv_format(self.llm.settings.kv_format)
-        return [
-            (layer.caches[0].k_codec.dtype, layer.caches[0].v_codec.dtype) if layer.caches else ("fp32",) * 2
-            for layer in spec.layers
-        ]
+        self.dense = DensePass(llm.model.decoder, llm.model.store)
 
     @property
     def has_quantised_products(self) -> bool:
         """Whether matrix products round activations (integer dot products on stored weights)."""
-        return self.llm.model.backend.name == "native" and self.llm.settings.weights_format == "auto"
+        return (
+            self.llm.model.backend.name == "native" and self.llm.settings.weights_format == "auto"
+        )
 
     @property
     def block_size(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -27,6 +28,7 @@ class Fault(StrEnum):
     NO_RESULT = "no_result"
     NO_HIT = "no_hit"
     LEAK = "leak"
+    INVARIANT = "invariant"
     ACCOUNTING = "accounting"
     UNEXPLAINED = "unexplained"
 
@@ -50,13 +52,21 @@ TITLES: dict[Fault, str] = {
     Fault.NO_RESULT: "requests end without a result",
     Fault.NO_HIT: "the cache does not find what it has stored",
     Fault.LEAK: "blocks are still held after all requests ended",
+    Fault.INVARIANT: "pool, tables and index disagree",
     Fault.ACCOUNTING: "counters do not add up",
     Fault.UNEXPLAINED: "no known fault explains the difference",
 }
 """One short clause per fault, for people."""
 
-SECONDARY = frozenset({Fault.NOT_FINITE, Fault.NO_RESULT, Fault.UNEXPLAINED, Fault.NO_HIT, Fault.ROUNDING})
-"""Symptoms: not worth a line of their own where a cause is named in the same case."""
+CONSEQUENCES: tuple[frozenset[Fault], ...] = (
+    frozenset({Fault.LEAK}),
+    frozenset({Fault.INVARIANT, Fault.ACCOUNTING, Fault.ROUNDING, Fault.NO_HIT}),
+    frozenset({Fault.NOT_FINITE, Fault.NO_RESULT, Fault.UNEXPLAINED}),
+)
+"""What a fault not named here brings with it, what each of these brings with it, and so on."""
+
+CAUSES = frozenset(Fault) - frozenset[Fault]().union(*CONSEQUENCES)
+"""Faults that need no further explanation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +91,18 @@ class Finding:
     def title(self) -> str:
         """The fault in words."""
         return TITLES[self.fault]
+
+
+def causes(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """The findings that no other one of the same case accounts for."""
+    for faults in (CAUSES, *CONSEQUENCES):
+        found = tuple(finding for finding in findings if finding.fault in faults)
+        if found:
+            return found
+    return ()
+
+
+def rank_of(fault: Fault) -> int:
+    """0 for causes, then one more for each group of consequences."""
+    groups = (CAUSES, *CONSEQUENCES)
+    return next(rank for rank, faults in enumerate(groups) if fault in faults)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvern.check.names import SECONDARY, Fault, Finding
+from kvern.check.names import Fault, Finding, causes, rank_of
 
 Verdict = Literal["pass", "fail", "skip"]
 
@@ -46,9 +46,8 @@ class CaseResult:
 
     @property
     def causes(self) -> tuple[Finding, ...]:
-        """Findings worth a line: causes, or symptoms where there is no cause."""
-        causes = tuple(finding for finding in self.findings if finding.fault not in SECONDARY)
-        return causes or self.findings
+        """The findings worth a line."""
+        return causes(self.findings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +81,12 @@ class CheckReport:
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """Named faults, most often named first."""
+        """Named faults: causes before what follows from them, those of most cases first."""
         counts: dict[Fault, int] = {}
         for case in self.cases:
-            for finding in case.causes:
-                counts[finding.fault] = counts.get(finding.fault, 0) + 1
-        return tuple(sorted(counts, key=lambda fault: -counts[fault]))
+            for fault in {finding.fault for finding in case.causes}:
+                counts[fault] = counts.get(fault, 0) + 1
+        return tuple(sorted(counts, key=lambda fault: (rank_of(fault), -counts[fault])))
 
     def document(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""

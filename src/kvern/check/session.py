@@ -16,7 +16,7 @@ MAX_IDLE_STEPS = 500
 """Steps without a single computed token after which an engine counts as stuck."""
 
 
-class EngineFailed(Exception):
+class EngineFailedError(Exception):
     """The engine raised, or stopped making progress; the session holds the finding."""
 
 
@@ -35,7 +35,8 @@ class Session:
         self.findings: list[Finding] = []
         self.states: dict[str, RequestState] = {}
         self.aborted: set[str] = set()
-        self._num_checked = 0
+        self._is_broken = False
+        self._has_failed = False
 
     # -- driving -------------------------------------------------------------------------------------
 
@@ -132,16 +133,20 @@ class Session:
         self._check_outcomes()
         if not self.llm.has_work:
             self._check_pool()
-        self._check_stats()
+        if not self._has_failed:
+            self._check_stats()
         for state in self.states.values():
             try:
                 self.llm.release(state)
             except Exception as error:
-                self.find(Fault.NO_RESULT, f"ending {state.request_id} raised {error}", "comparison")
+                self.find(
+                    Fault.NO_RESULT, f"ending {state.request_id} raised {error}", "comparison"
+                )
 
     def _fail(self, sentence: str, cause: Exception | None = None) -> None:
+        self._has_failed = True
         self.find(Fault.NO_RESULT, sentence)
-        raise EngineFailed(sentence) from cause
+        raise EngineFailedError(sentence) from cause
 
     def _check_outcomes(self) -> None:
         for name, state in self.states.items():
@@ -167,19 +172,22 @@ class Session:
                 )
 
     def _check_integrity(self) -> None:
-        """The engine's own invariants; the first few steps and then now and again."""
-        self._num_checked += 1
-        if self._num_checked > 64 and self._num_checked % 8:
+        """The engine's own invariants, at every step until they break; what follows is no news."""
+        if self._is_broken:
             return
-        for problem in self.llm.check_integrity().problems[:3]:
-            self.find(Fault.BLOCK_OWNER, f"the pool's invariants are broken: {problem}", "counters")
+        problems = self.llm.check_integrity().problems
+        self._is_broken = bool(problems)
+        for problem in problems[:2]:
+            self.find(Fault.INVARIANT, f"after step {self.watch.step}: {problem}", "counters")
 
     def _check_pool(self) -> None:
         pool = pool_of(self.llm)
         held = int((pool.refs != 0).sum())
         if held:
             self.find(
-                Fault.LEAK, f"{held} blocks are still held after every request has ended", "counters"
+                Fault.LEAK,
+                f"{held} blocks are still held after every request has ended",
+                "counters",
             )
         if pool.num_free + pool.num_cached + pool.num_in_use + 1 != pool.num_blocks:
             self.find(
@@ -211,6 +219,8 @@ class Session:
         }
         for name, (left, right) in sums.items():
             if left != right:
-                self.find(Fault.ACCOUNTING, f"{name} does not hold: {left:,} and {right:,}", "counters")
+                self.find(
+                    Fault.ACCOUNTING, f"{name} does not hold: {left:,} and {right:,}", "counters"
+                )
         if any(isinstance(value, int) and value < 0 for value in values.values()):
             self.find(Fault.ACCOUNTING, f"a counter is negative: {values}", "counters")

@@ -12,7 +12,6 @@ table leads to with what its own tokens ask for.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ import numpy.typing as npt
 
 from kvern.check.contexts import ROOT, UNWRITTEN, Contexts
 from kvern.check.names import Fault
+from kvern.check.slots import ShadowSlots
 from kvern.core.plan import BlockOp, Chunk, Copy
 from kvern.core.sequence import Sequence as TokenSequence
 from kvern.kernels.protocol import AttendBatch
@@ -58,58 +58,11 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """The pool as the bookkeeping sees it: references and published nodes per block."""
+    """The pool as the bookkeeping sees it: references and published nodes per block, running sequences."""
 
     refs: Callable[[], I32]
     nodes: Callable[[], I32]
-
-
-class GroupShadow:
-    """One KV group's slots: content, the content before that, writer, and whether it was copied."""
-
-    def __init__(self, group: KVGroup, num_blocks: int) -> None:
-        self.block_size = group.block_size
-        self.reach = group.spec.reach
-        num_slots = num_blocks * group.block_size
-        self.content: I64 = np.full(num_slots, UNWRITTEN, np.int64)
-        self.before: I64 = np.full(num_slots, UNWRITTEN, np.int64)
-        self.writer: I32 = np.full(num_slots, -1, np.int32)
-        self.copied_from: I32 = np.zeros(num_slots, np.int32)
-
-    def live_positions(self, num_tokens: int) -> I64:
-        """Positions below ``num_tokens`` that a query at ``num_tokens`` may read."""
-        spans = self.reach.live(num_tokens)
-        return np.concatenate([np.arange(a, b) for a, b in spans]) if spans else np.zeros(0, np.int64)
-
-    def slots(self, table: I32, positions: I64) -> I64:
-        """Where a table says that positions lie; slots of block 0 where it names none."""
-        index = positions // self.block_size
-        blocks = np.zeros(len(positions), np.int64)
-        inside = index < len(table)
-        blocks[inside] = table[index[inside]]
-        return blocks * self.block_size + positions % self.block_size
-
-    def write(self, slots: I64, content: I64, writer: int) -> None:
-        """Note rows that were appended."""
-        self.before[slots] = self.content[slots]
-        self.content[slots] = content
-        self.writer[slots] = writer
-        self.copied_from[slots] = 0
-
-    def copy(self, op: Copy) -> None:
-        """Note a copied beginning of a block."""
-        source = np.arange(op.num_tokens) + op.src * self.block_size
-        target = np.arange(op.num_tokens) + op.dst * self.block_size
-        self.before[target] = self.content[target]
-        self.content[target] = self.content[source]
-        self.writer[target] = self.writer[source]
-        self.copied_from[target] = op.src
-
-    def forget(self, blocks: I32) -> None:
-        """Note blocks whose bytes were overwritten with a pattern that nobody may read."""
-        slots = (blocks[:, None].astype(np.int64) * self.block_size + np.arange(self.block_size)).ravel()
-        self.before[slots] = self.content[slots]
-        self.content[slots] = UNWRITTEN
+    running: Callable[[], Sequence[TokenSequence]]
 
 
 class Shadow:
@@ -122,16 +75,16 @@ class Shadow:
         self.violations: list[Violation] = []
         self._pool = pool
         self._groups = {
-            index: GroupShadow(group, num_blocks)
+            index: ShadowSlots(group, num_blocks)
             for index, group in enumerate(groups)
             if not group.is_state
         }
-        self._copied: Counter[int] = Counter()
         self._writers: list[Writer] = []
         self._writer_numbers: dict[int, int] = {}
         self._paths: dict[int, tuple[I32, I64]] = {}
-        self._ends: dict[int, int] = {}
-        self._resumed: set[int] = set()
+        self._first_starts: dict[int, int] = {}
+        self._preemptions: dict[int, int] = {}
+        self._resumed_at: dict[int, int] = {}
         self._seen: set[tuple[Fault, str]] = set()
 
     # -- what the sequences ask for ------------------------------------------------------------------
@@ -139,7 +92,9 @@ class Shadow:
     def path(self, seq: TokenSequence, length: int) -> I64:
         """Numbers of the runs that the sequence's own tokens stand for, ``[length]``."""
         tokens = seq.token_ids(0, length)
-        known_tokens, known = self._paths.get(seq.seq_id, (np.zeros(0, np.int32), np.zeros(0, np.int64)))
+        known_tokens, known = self._paths.get(
+            seq.seq_id, (np.zeros(0, np.int32), np.zeros(0, np.int64))
+        )
         usable = min(len(known_tokens), length)
         if not np.array_equal(known_tokens[:usable], tokens[:usable]):
             usable = 0
@@ -164,8 +119,7 @@ class Shadow:
     # -- what happens ----------------------------------------------------------------------------------
 
     def on_ops(self, ops: Sequence[BlockOp]) -> None:
-        """Follow a step's block operations; a block copied from counts one reference more until commit."""
-        self._copied = Counter(op.src for op in ops if isinstance(op, Copy))
+        """Follow a step's block operations."""
         for op in ops:
             if isinstance(op, Copy) and op.group in self._groups:
                 self._groups[op.group].copy(op)
@@ -181,20 +135,22 @@ class Shadow:
         """Check what a forward pass is given, and follow what it writes."""
         for row, chunk in enumerate(chunks):
             self._follow_progress(chunk)
-            self._check_tokens(token_ids, batches[0], row, chunk)
+            if self._check_tokens(token_ids, batches[0], row, chunk):
+                self._check_geometry(batches, row, chunk)
             for index, group in self._groups.items():
                 self._check_reads(group, batches[index], row, chunk)
-        for index, group in self._groups.items():
+        for index in self._groups:
             self._check_distinct(batches[index], chunks)
             for row, chunk in enumerate(chunks):
-                self._check_geometry(batches[index], row, chunk)
-                self._write(group, batches[index], row, chunk)
+                self._write(index, batches[index], row, chunk)
 
     def _follow_progress(self, chunk: Chunk) -> None:
         seq = chunk.seq
-        if chunk.start < self._ends.get(seq.seq_id, 0):
-            self._resumed.add(seq.seq_id)
-        self._ends[seq.seq_id] = chunk.start + chunk.length
+        self._first_starts.setdefault(seq.seq_id, chunk.start)
+        num_preemptions = seq.book.num_preemptions
+        if num_preemptions > self._preemptions.get(seq.seq_id, 0):
+            self._preemptions[seq.seq_id] = num_preemptions
+            self._resumed_at[seq.seq_id] = chunk.start
         if chunk.num_samples and chunk.start + chunk.length != seq.num_tokens:
             last = chunk.start + chunk.length - 1
             self._note(
@@ -207,42 +163,57 @@ class Shadow:
 
     # -- checks ----------------------------------------------------------------------------------------
 
-    def _check_tokens(
-        self, token_ids: I32, batch: AttendBatch, row: int, chunk: Chunk
-    ) -> None:
+    def _check_tokens(self, token_ids: I32, batch: AttendBatch, row: int, chunk: Chunk) -> bool:
+        """The tokens that are computed are the sequence's own."""
         rows = slice(int(batch.cu_seqlens_q[row]), int(batch.cu_seqlens_q[row + 1]))
-        wanted = chunk.seq.token_ids(chunk.start, chunk.start + chunk.length)
-        if len(wanted) != rows.stop - rows.start or not np.array_equal(token_ids[rows], wanted):
-            fault = Fault.TOKENS_LOST if chunk.seq.seq_id in self._resumed else Fault.WRONG_PREFIX
-            self._note(
-                fault, chunk, chunk.start, "the tokens that are computed are not those of the sequence"
+        seq, start = chunk.seq, chunk.start
+        wanted = seq.token_ids(start, start + chunk.length)
+        if np.array_equal(token_ids[rows], wanted):
+            return True
+        if self._first_starts.get(seq.seq_id) == start == seq.num_prompt_tokens - 1 > 0:
+            fault, what = (
+                Fault.LAST_TOKEN,
+                "another token is computed in place of the last prompt token",
             )
+        elif seq.seq_id in self._resumed_at:
+            fault, what = (
+                Fault.TOKENS_LOST,
+                "since it resumed, other tokens than its own are computed",
+            )
+        else:
+            fault, what = (
+                Fault.WRONG_PREFIX,
+                "the tokens that are computed are not those of the sequence",
+            )
+        self._note(fault, chunk, start, what)
+        return False
 
-    def _check_geometry(self, batch: AttendBatch, row: int, chunk: Chunk) -> None:
-        rows = slice(int(batch.cu_seqlens_q[row]), int(batch.cu_seqlens_q[row + 1]))
-        positions = batch.positions[rows]
-        wanted = np.arange(chunk.start, chunk.start + chunk.length)
-        if len(positions) != len(wanted) or not np.array_equal(positions, wanted):
-            wrong = int(np.argmax(positions != wanted)) if len(positions) == len(wanted) else 0
-            self._note(
-                Fault.POSITIONS,
-                chunk,
-                chunk.start + wrong,
-                f"the token at position {chunk.start + wrong} is computed as position "
-                f"{int(positions[wrong]) if len(positions) else 'none'} "
-                f"(chunk of positions {chunk.start}..{chunk.start + chunk.length - 1})",
-            )
-        end = int(batch.seq_lens[row])
-        if end != chunk.start + chunk.length:
-            self._note(
-                Fault.MASK,
-                chunk,
-                chunk.start,
-                f"attention is told of {end} keys where positions up to "
-                f"{chunk.start + chunk.length - 1} are visible: its mask ends in the wrong place",
-            )
+    def _check_geometry(self, batches: Sequence[AttendBatch], row: int, chunk: Chunk) -> None:
+        """Positions and the end of the mask follow from where the chunk lies."""
+        end = chunk.start + chunk.length
+        for batch in batches:
+            rows = slice(int(batch.cu_seqlens_q[row]), int(batch.cu_seqlens_q[row + 1]))
+            positions = batch.positions[rows]
+            wrong = np.flatnonzero(positions != np.arange(chunk.start, end))
+            if len(wrong):
+                position = chunk.start + int(wrong[0])
+                self._note(
+                    Fault.POSITIONS,
+                    chunk,
+                    position,
+                    f"it is computed as position {int(positions[wrong[0]])} (in the chunk "
+                    f"{chunk.start}..{end - 1})",
+                )
+            if int(batch.seq_lens[row]) != end:
+                self._note(
+                    Fault.MASK,
+                    chunk,
+                    chunk.start,
+                    f"attention is told of {int(batch.seq_lens[row])} keys where {end} are visible: its mask "
+                    "ends in the wrong place",
+                )
 
-    def _check_reads(self, group: GroupShadow, batch: AttendBatch, row: int, chunk: Chunk) -> None:
+    def _check_reads(self, group: ShadowSlots, batch: AttendBatch, row: int, chunk: Chunk) -> None:
         """Everything before the chunk that its queries may see is what the sequence's tokens ask for."""
         positions = group.live_positions(chunk.start)
         if len(positions) == 0:
@@ -252,7 +223,9 @@ class Shadow:
         wrong = np.flatnonzero(group.content[slots] != wanted)
         if len(wrong):
             first = int(wrong[0])
-            self._name_read(group, chunk, int(positions[first]), int(slots[first]), int(wanted[first]))
+            self._name_read(
+                group, chunk, int(positions[first]), int(slots[first]), int(wanted[first])
+            )
             return
         blocks = slots // group.block_size
         free = np.flatnonzero((self._pool.refs()[blocks] <= 0) | (blocks == 0))
@@ -277,34 +250,41 @@ class Shadow:
                 )
 
     def _name_read(
-        self, group: GroupShadow, chunk: Chunk, position: int, slot: int, wanted: int
+        self, group: ShadowSlots, chunk: Chunk, position: int, slot: int, wanted: int
     ) -> None:
         """Say why a slot does not hold what the sequence's tokens ask for."""
         block, content = slot // group.block_size, int(group.content[slot])
         here = f"position {position} (block {block})"
-        was_resumed = chunk.seq.seq_id in self._resumed
-        if block == 0 or (content == UNWRITTEN and group.before[slot] == wanted):
+        was_resumed = position < self._resumed_at.get(chunk.seq.seq_id, 0)
+        if was_resumed:
+            fault = Fault.TOKENS_LOST
+            held = self._describe(content)
+            said = f"{here} was not computed again when the request resumed, and holds {held}"
+        elif block == 0 or (content == UNWRITTEN and group.before[slot] == wanted):
             fault, said = Fault.BLOCK_OWNER, f"{here} has been given back and is still read"
-        elif content == UNWRITTEN and was_resumed:
-            fault, said = Fault.TOKENS_LOST, f"{here} was not computed again after the request resumed"
-        elif content == UNWRITTEN:
-            fault, said = Fault.UNWRITTEN, f"{here} counts as computed and nobody has written it"
-        elif group.copied_from[slot]:
+        elif group.copied_from[slot] and group.before[slot] != wanted:
             fault = Fault.TAIL_TOO_FAR
             said = (
                 f"{here} was copied from block {int(group.copied_from[slot])}, which holds "
                 f"{self._describe(content)} there"
             )
+        elif content == UNWRITTEN:
+            fault, said = Fault.UNWRITTEN, f"{here} counts as computed and nobody has written it"
         elif group.before[slot] == wanted:
             by = self._writers[int(group.writer[slot])]
-            is_sibling = by.request_id == chunk.seq.request.request_id and by.seq_id != chunk.seq.seq_id
+            is_sibling = (
+                by.request_id == chunk.seq.request.request_id and by.seq_id != chunk.seq.seq_id
+            )
             fault = Fault.FORK if is_sibling else Fault.BLOCK_OWNER
-            said = f"{here} was right, and {by.name} has overwritten it with {self._describe(content)}"
-        elif was_resumed:
-            fault, said = Fault.TOKENS_LOST, f"{here} holds {self._describe(content)} since it resumed"
+            said = (
+                f"{here} was right, and {by.name} has overwritten it with {self._describe(content)}"
+            )
         else:
-            fault = Fault.WRONG_PREFIX
             by = self._writers[int(group.writer[slot])]
+            is_sibling = (
+                by.request_id == chunk.seq.request.request_id and by.seq_id != chunk.seq.seq_id
+            )
+            fault = Fault.FORK if is_sibling else Fault.WRONG_PREFIX
             said = f"the table leads {here} to {self._describe(content)}, written by {by.name}"
         self._note(fault, chunk, position, said)
 
@@ -315,7 +295,8 @@ class Shadow:
             slot = int(slots[np.argmax(counts > 1)])
             rows = np.flatnonzero(batch.slot_mapping == slot)
             first, second = (
-                chunks[int(np.searchsorted(batch.cu_seqlens_q, row, side="right")) - 1] for row in rows[:2]
+                chunks[int(np.searchsorted(batch.cu_seqlens_q, row, side="right")) - 1]
+                for row in rows[:2]
             )
             is_sibling = first.seq.request is second.seq.request
             self._note(
@@ -325,30 +306,36 @@ class Shadow:
                 f"it writes into the same slot as request {first.seq.request.request_id} in one step",
             )
 
-    def _write(self, group: GroupShadow, batch: AttendBatch, row: int, chunk: Chunk) -> None:
+    def _write(self, index: int, batch: AttendBatch, row: int, chunk: Chunk) -> None:
+        group = self._groups[index]
         rows = slice(int(batch.cu_seqlens_q[row]), int(batch.cu_seqlens_q[row + 1]))
         slots = batch.slot_mapping[rows]
         content = self.path(chunk.seq, chunk.start + chunk.length)[chunk.start :]
         if len(slots) != len(content):
             return
         blocks = np.unique(slots // group.block_size)
-        self._check_writable(chunk, blocks)
+        self._check_writable(chunk, index, blocks)
         group.write(slots, content, self.writer_of(chunk.seq))
 
-    def _check_writable(self, chunk: Chunk, blocks: I64) -> None:
+    def _check_writable(self, chunk: Chunk, group_index: int, blocks: I64) -> None:
         refs, nodes = self._pool.refs(), self._pool.nodes()
         for block in blocks.tolist():
-            num_holders = int(refs[block]) - self._copied[block]
+            holders = [
+                seq
+                for seq in self._pool.running()
+                if seq is not chunk.seq and block in seq.tables[group_index].blocks
+            ]
+            fault = Fault.BLOCK_OWNER
             if block == 0 or refs[block] <= 0:
                 said = f"it writes into block {block}, which it does not hold"
             elif nodes[block]:
                 said = f"it writes into block {block}, which is sealed"
-            elif num_holders > 1:
-                said = f"it writes into block {block}, which {num_holders} sequences share"
+            elif holders:
+                said = f"it writes into block {block}, which is also request {_name(holders[0])}'s"
+                fault = Fault.FORK if holders[0].request is chunk.seq.request else Fault.BLOCK_OWNER
             else:
                 continue
-            is_fork = num_holders > 1 and (chunk.seq.request.n > 1 or chunk.seq.request.beam_width > 0)
-            self._note(Fault.FORK if is_fork else Fault.BLOCK_OWNER, chunk, chunk.start, said)
+            self._note(fault, chunk, chunk.start, said)
 
     # -- sentences ---------------------------------------------------------------------------------------
 
@@ -365,5 +352,15 @@ class Shadow:
             return
         self._seen.add((fault, request_id))
         self.violations.append(
-            Violation(fault, request_id, position, f"request {request_id}, position {position}: {sentence}")
+            Violation(
+                fault,
+                request_id,
+                position,
+                f"request {request_id}, position {position}: {sentence}",
+            )
         )
+
+
+def _name(seq: TokenSequence) -> str:
+    sample = f" (sample {seq.sample_index})" if seq.sample_index else ""
+    return seq.request.request_id + sample

@@ -27,7 +27,7 @@ class Case:
     run: Callable[[Sheet], None]
 
 
-class CaseSkipped(Exception):
+class CaseSkippedError(Exception):
     """The case cannot apply to this model or these settings; says why."""
 
 

@@ -17,7 +17,7 @@ F32 = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class UncachedRow:
-    """Logits ``[vocab_size]`` behind a run of tokens; with traced layers, hidden states ``[layers, hidden]``."""
+    """Logits ``[vocab_size]`` behind a run of tokens; hidden states ``[layers, hidden]`` when traced."""
 
     logits: F32
     layers: F32 | None = None

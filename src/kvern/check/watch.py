@@ -29,6 +29,8 @@ I32 = npt.NDArray[np.int32]
 POISON = 0xFF
 """Byte that fills pages without content: a NaN in every stored dtype, so that reading one shows."""
 
+MAX_FINDINGS_OF_A_KIND = 2
+
 VERIFIED_BYTES_PER_STEP = 32 * 2**20
 
 
@@ -95,17 +97,20 @@ class Watch:
         self._pool = pool_of(llm)
         self._hashes = llm.model.scheduler.state.index.tree.hash_low
         self._pages = llm.model.store.pages
-        view = PoolView(lambda: self._pool.refs, lambda: self._pool.node)
+        state = llm.model.scheduler.state
+        view = PoolView(lambda: self._pool.refs, lambda: self._pool.node, lambda: state.running)
         plan = llm.model.kv_plan
         self.shadow = Shadow(plan.groups, plan.num_blocks, contexts, view)
         self._pending: tuple[I32, Sequence[AttendBatch]] | None = None
-        self._step = 0
+        self.step = 0
         self._chosen: dict[tuple[str, int, int], int] = {}
         self._sums: dict[int, tuple[tuple[int, int], int]] = {}
         self._next_to_verify = 0
         self._was_free = np.zeros(plan.num_blocks, np.bool_)
         self._reaches = Counter(
-            layer.caches[0].reach for layer in llm.model.spec.layers if layer.caches
+            layer.caches[0].reach
+            for layer in llm.model.spec.layers
+            if layer.caches and not layer.caches[0].is_state
         )
         self._attach()
 
@@ -135,7 +140,7 @@ class Watch:
 
     def _around_execute(self, execute: Callable[..., Any]) -> Callable[..., Any]:
         def watched(plan: StepPlan) -> StepResult:
-            self._step = plan.step
+            self.step = plan.step
             for chunk in plan.chunks:
                 self._note_copies(chunk, plan)
             result: StepResult = execute(plan)
@@ -158,7 +163,7 @@ class Watch:
     def on_logits(self, seq: TokenSequence, position: int, row: F32) -> None:
         """The runner's observer: compare at once where the uncached row is known."""
         node = int(self.shadow.path(seq, position + 1)[position])
-        note = Row(seq.request.request_id, seq.seq_id, position, node, self._step)
+        note = Row(seq.request.request_id, seq.seq_id, position, node, self.step)
         self.rows.append(note)
         known = self._uncached.find(node)
         if known is not None and compare(row, known.logits) == NO_DIFFERENCE:
@@ -227,9 +232,12 @@ class Watch:
                 )
 
     def _find(self, fault: Fault, sentence: str, basis: str = "bookkeeping") -> None:
-        finding = Finding(fault, sentence, basis)
-        if finding not in self.findings:
-            self.findings.append(finding)
+        """Keep the first few of a kind."""
+        same = [
+            finding for finding in self.findings if (finding.fault, finding.basis) == (fault, basis)
+        ]
+        if len(same) < MAX_FINDINGS_OF_A_KIND:
+            self.findings.append(Finding(fault, sentence, basis))
 
     # -- after each step -------------------------------------------------------------------------------
 
@@ -264,7 +272,7 @@ class Watch:
             if self._content_of(block) == content and zlib.crc32(self._pages[block]) != total:
                 self._find(
                     Fault.BLOCK_OWNER,
-                    f"the bytes of block {block} changed after it was sealed (seen after step {self._step}; "
+                    f"the bytes of block {block} changed after it was sealed (seen after step {self.step}; "
                     f"{int(self._pool.refs[block])} sequences hold it)",
                     "checksum",
                 )
@@ -282,7 +290,9 @@ class Watch:
 
     def settle(self) -> None:
         """Compare the rows whose uncached row had to be computed first."""
-        for row in sorted(self.rows, key=lambda row: -row.position):  # one pass gives all shorter ones
+        for row in sorted(
+            self.rows, key=lambda row: -row.position
+        ):  # one pass gives all shorter ones
             if row.difference is not None or row.logits is None:
                 continue
             known = self._uncached.get(row.node)
