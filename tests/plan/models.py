@@ -250,3 +250,27 @@ def qwen_sparse_hybrid() -> ModelSpec:
         "torch_dtype": "bfloat16",
     }
     return load_model_spec(values, "qwen-sparse-hybrid")
+
+
+def deepseek_v4(num_windows: int, num_sparse: int, num_heavy: int) -> ModelSpec:
+    """Layers with windows alone, with 1 entry of 4 tokens, and with 1 of 128."""
+    kinds = ["sliding_attention"] * num_windows
+    kinds += ["compressed_sparse_attention"] * num_sparse
+    kinds += ["heavily_compressed_attention"] * num_heavy
+    values = {
+        "model_type": "deepseek_v4",
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "num_hidden_layers": len(kinds),
+        "hidden_size": 4096,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "sliding_window": 128,
+        "index_head_dim": 128,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+        "layer_types": kinds,
+        "max_position_embeddings": 1048576,
+        "torch_dtype": "bfloat16",
+    }
+    return load_model_spec(values, "deepseek-v4")

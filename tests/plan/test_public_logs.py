@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.plan.models import (
+    deepseek_v4,
     gemma_4_12b,
     gemma_4_26b,
     gpt_oss,
@@ -253,3 +254,60 @@ def test_the_bytes_that_one_request_needs_are_the_ones_refused_at_start_up() -> 
     allocation = plan(request).allocation
     assert not allocation.fits
     assert round(allocation.bytes_for_context / GIB, 2) == 7.17
+
+
+FLASH = deepseek_v4(2, 21, 20)
+PRO = deepseek_v4(0, 30, 31)
+
+# "DSV4 memory calculation": bytes of a full token, GB available, full tokens.
+COMPRESSED: list[tuple[ModelSpec, dict[str, Any], float, float, int]] = [
+    (FLASH, {"engine_version": "0.5.12"}, 15_955.85, 19.58, 1_317_632),
+    (
+        FLASH,
+        {"engine_version": "0.5.12", "speculative_tokens": 3, "window_ratio": 0.8},
+        176_983.05,
+        87.26,
+        529_408,
+    ),
+    (
+        PRO,
+        {"engine_version": "0.5.15", "window_ratio": 0.15, "max_num_seqs": 64},
+        13_735.04,
+        118.93,
+        9_217_792,
+    ),
+    (
+        PRO,
+        {"engine_version": "0.5.15", "window_ratio": 0.15, "max_num_seqs": 64},
+        13_735.04,
+        91.24,
+        7_053_056,
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "fields", "token_bytes", "gib", "tokens"), COMPRESSED)
+def test_compressed_attention_in_sglang(
+    model: ModelSpec, fields: dict[str, Any], token_bytes: float, gib: float, tokens: int
+) -> None:
+    low, high = (
+        plan(PlanRequest(model, "sglang", kv_memory=int((gib + d) * GIB), **fields)).allocation
+        for d in (-0.005, 0.005)
+    )
+    assert low.extras["bytes_per_full_token"] == token_bytes
+    assert low.capacity_tokens <= tokens <= high.capacity_tokens
+
+
+def test_a_draft_layer_makes_a_compressed_token_dearer() -> None:
+    request = PlanRequest(FLASH, "sglang", "0.5.15", num_tokens=135_168, speculative_tokens=5)
+    allocation = plan(request).allocation
+    assert allocation.extras["bytes_per_full_token"] == 9_259.90
+    assert allocation.capacity_tokens == 135_168
+
+
+def test_pools_of_compressed_attention_in_sglang() -> None:
+    request = PlanRequest(PRO, "sglang", "0.5.15", num_tokens=9_217_792, window_ratio=0.15)
+    cells = {pool.name: pool.cells for pool in plan(request).allocation.pools}
+    assert cells["window"] == 1_382_656
+    assert cells["1 of 4"] == cells["index"] == 2_304_448
+    assert cells["1 of 128"] == 72_014

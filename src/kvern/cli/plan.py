@@ -107,6 +107,8 @@ def _add_engine_flags(group: Any) -> None:
     group.add_argument("--state-mode", "--mamba-cache-mode", metavar="M", dest="state_mode",
                        help="recurrent states in vLLM: none, align or all")  # fmt: skip
     group.add_argument("--state-dtype", metavar="D", help="dtype of recurrent states")
+    group.add_argument("--window-ratio", metavar="SHARE", type=float,
+                       help="SGLang's window pool to its full pool")  # fmt: skip
     group.add_argument("--hybrid", action=argparse.BooleanOptionalAction, default=None,
                        help="vLLM's hybrid cache manager")  # fmt: skip
     group.add_argument("--disable-hybrid-kv-cache-manager", action="store_false", dest="hybrid",
@@ -217,6 +219,7 @@ def _request(args: argparse.Namespace) -> PlanRequest:
         unified=args.unified,
         state_mode=args.state_mode,
         state_dtype=args.state_dtype,
+        window_ratio=args.window_ratio,
         hybrid=args.hybrid,
         backend=args.attention_backend,
         mla=args.mla,

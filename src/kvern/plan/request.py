@@ -84,6 +84,7 @@ class PlanRequest:
         extra_blocks_per_request: blocks a request holds in groups that cannot be derived here.
         state_mode: recurrent-state caching: "none", "align" or "all"; None = by version.
         state_dtype: dtype of recurrent states; None = the engine's rule.
+        window_ratio: SGLang's window pool as a share of the full pool; None = by model.
         hybrid: whether window layers get their own smaller share; None = by version.
         backend: attention backend where it changes the stored form.
         mla: how MLA is stored by llama.cpp: "heads", "latent", "latent+values"; None = by version.
@@ -121,6 +122,7 @@ class PlanRequest:
     unified: bool | None = None
     state_mode: str | None = None
     state_dtype: str | None = None
+    window_ratio: float | None = None
     hybrid: bool | None = None
     backend: str | None = None
     mla: str | None = None
@@ -140,6 +142,11 @@ class PlanRequest:
             raise UsageError(
                 f"--utilization is {self.utilization}: it is a share of memory, above 0 and at "
                 "most 1, such as 0.9"
+            )
+        if self.window_ratio is not None and not 0 < self.window_ratio <= 1:
+            raise UsageError(
+                f"--window-ratio is {self.window_ratio}: it is a share of the full pool, above 0 "
+                "and at most 1, such as 0.8"
             )
         if self.pp_layers is not None:
             self._check_stages(self.pp_layers)

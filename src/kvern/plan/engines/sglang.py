@@ -23,6 +23,7 @@ from kvern.plan.engines.base import (
     serving_dtype,
     state_bytes,
 )
+from kvern.plan.engines.sglang_compressed import allocate_compressed, is_compressed
 from kvern.plan.engines.sglang_rules import (
     CHUNKED_PREFILL_TOKENS,
     DENSE_LATENT_BACKENDS,
@@ -57,6 +58,7 @@ class _Cells:
     full_layers: int = 0
     window_layers: int = 0
     is_latent: bool = False
+    ratio: Fraction = WINDOW_RATIO
 
     @property
     def full(self) -> Fraction:
@@ -68,7 +70,7 @@ class _Cells:
 
     def per_full_token(self) -> Fraction:
         """Bytes per token of the full pool, the window pool's share included."""
-        return self.full + WINDOW_RATIO * self.window if self.full else self.window
+        return self.full + self.ratio * self.window if self.full else self.window
 
 
 def _latent_bytes(content: Latent, request: PlanRequest, kv_format: str, sparse: bool) -> int:
@@ -120,7 +122,12 @@ def _cells(request: PlanRequest, caches: tuple[RankCache, ...]) -> _Cells:
         full_layers=len(layers["full"]),
         window_layers=len(layers["window"]),
         is_latent=is_latent,
+        ratio=_window_ratio(request),
     )
+
+
+def _window_ratio(request: PlanRequest) -> Fraction:
+    return WINDOW_RATIO if request.window_ratio is None else Fraction(str(request.window_ratio))
 
 
 def _states(request: PlanRequest, caches: tuple[RankCache, ...]) -> list[State]:
@@ -192,6 +199,8 @@ def allocate(request: PlanRequest, budgets: tuple[Budget, ...]) -> Allocation:
     """Pools and capacity of one replica."""
     version = parse_version(request.engine_version)
     caches = rank_caches(request)
+    if is_compressed(caches):
+        return allocate_compressed(request, budgets)
     stages = stage_layers(request)
     ranks: list[_Rank] = []
     for budget in budgets:
@@ -208,7 +217,7 @@ def allocate(request: PlanRequest, budgets: tuple[Budget, ...]) -> Allocation:
     slots = _slots(request, ranks[tightest], budgets[tightest].kv_bytes)
     context = request.asked_context
     has_window = bool(ranks[tightest].cells.window and ranks[tightest].cells.full)
-    window_tokens = int(pool * WINDOW_RATIO) // page * page if has_window else 0
+    window_tokens = int(pool * _window_ratio(request)) // page * page if has_window else 0
     needed = [_request_bytes(rank, context, page) for rank in ranks]
     fits = pool >= cdiv(context, page) * page and (not ranks[tightest].states or slots > 0)
     pools = _pools(ranks[tightest], pool, window_tokens, slots, page, version)
@@ -332,7 +341,7 @@ def _steps(
     if cells.full:
         terms.append(f"{cells.full_layers} full layers: {float(cells.full):,.6g} B")
     if cells.window:
-        ratio = f"{float(WINDOW_RATIO)} × " if cells.full else ""
+        ratio = f"{float(cells.ratio):g} × " if cells.full else ""
         terms.append(f"{cells.window_layers} window layers: {ratio}{float(cells.window):,.6g} B")
     steps.append(
         Step("bytes per token", " + ".join(terms), f"{float(cells.per_full_token()):,.0f} B")
@@ -366,9 +375,10 @@ def _steps(
 
 def _assumptions(request: PlanRequest, rank: _Rank, has_window: bool) -> tuple[str, ...]:
     notes = ["SGLang prints these sizes as GB; they are GiB"]
-    if has_window:
+    if has_window and request.window_ratio is None:
         notes.append(
-            f"the window pool is {float(WINDOW_RATIO)} of the full pool, whatever the window"
+            f"the window pool is {float(WINDOW_RATIO):g} of the full pool, whatever the window "
+            "(--window-ratio sets it)"
         )
     if rank.states and _states_come_on_top(request):
         notes.append("--kv-memory is for tokens; the states of --slots come on top")

@@ -15,6 +15,26 @@ FORMAT_BYTES = {**base.FORMAT_BYTES, "nvfp4": 0.5 + 1 / 16}
 """Bytes per element: fp4 keeps one byte of scale for 16 elements."""
 
 WINDOW_RATIO = Fraction(4, 5)
+COMPRESSED_WINDOW_RATIO = Fraction(1, 10)
+"""The same share for compressed attention, whose windows are short."""
+
+COMPRESSED_PAGE = 256
+COMPRESSED_REQUESTS = 256
+COMPRESSED_SCALES = 8
+"""Bytes of scales beside an entry's fp8 elements."""
+
+OVERLAPPING_STRIDE = 4
+"""A compressor of this stride or less looks back over two groups of tokens instead of one."""
+
+COMPRESSED_STATES_BY_REQUEST = (
+    (Since(), False),
+    (Since(release=(0, 5, 13)), True),
+)
+"""Whether a long compressor's open state is kept by request, not as a share of the window pool.
+
+Before, the draft layer's windows were also counted whether it was used or not; since then it
+makes a token dearer by one layer's share where drafts are used."""
+
 STATE_RATIO = 0.9
 """Default share of state memory to KV memory where the number of slots is not given."""
 
