@@ -266,8 +266,16 @@ def state_shapes(layer: LayerConfig, hidden_size: int) -> list[tuple[str, tuple[
     return [("conv", (state.num_channels, state.kernel - 1)), ("recurrent", matrix)]
 
 
-def run(decoder: Decoder, sequences: Sequence[np.ndarray], schedule: Schedule) -> list[np.ndarray]:
-    """Logits of every position of every sequence, computed step by step over one paged cache."""
+def run(
+    decoder: Decoder,
+    sequences: Sequence[np.ndarray],
+    schedule: Schedule,
+    regimes: Sequence[int] = (),
+) -> list[np.ndarray]:
+    """Logits of every position of every sequence, computed step by step over one paged cache.
+
+    ``regimes``: the rotary regime of each sequence, where the model has several.
+    """
     pool = Pool(decoder, [len(ids) for ids in sequences])
     largest = max(sum(n for _, n in step) for step in schedule)
     workspace = Workspace(decoder.config, largest)
@@ -276,9 +284,14 @@ def run(decoder: Decoder, sequences: Sequence[np.ndarray], schedule: Schedule) -
     for step in schedule:
         parts = [(seq, done[seq], n) for seq, n in step]
         tokens = np.concatenate([sequences[seq][start : start + n] for seq, start, n in parts])
-        hidden, _ = decoder.forward(
-            tokens, [pool.batch(parts), pool.state_batch(parts)], pool.cache, workspace
-        )
+        batches = [pool.batch(parts), pool.state_batch(parts)]
+        for batch in batches:
+            if regimes:
+                counts = [n for _, _, n in parts]
+                batch.regimes = np.repeat([regimes[seq] for seq, _ in step], counts).astype(
+                    np.int32
+                )
+        hidden, _ = decoder.forward(tokens, batches, pool.cache, workspace)
         logits = np.empty((len(tokens), decoder.config.vocab_size), np.float32)
         decoder.logits(hidden, logits)
         first = 0

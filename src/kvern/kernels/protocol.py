@@ -65,6 +65,8 @@ class AttendBatch:
         positions: int32 ``[num_tokens]``, absolute position of every row.
         slot_mapping: int64 ``[num_tokens]``, ``block_id * block_size + slot`` where append writes the row.
         backend_data: what a backend prepared for this batch (its work list); owned by the backend.
+        regimes: int32 ``[num_tokens]``, which of a model's rotary regimes each row's sequence is in (longrope:
+            0 up to the original context, 1 beyond); None: all in the first. The decoder's business alone.
     """
 
     cu_seqlens_q: I32
@@ -73,6 +75,7 @@ class AttendBatch:
     positions: I32
     slot_mapping: I64
     backend_data: dict[str, Any] = field(default_factory=dict)
+    regimes: I32 | None = None
 
 
 @dataclass(frozen=True, slots=True)

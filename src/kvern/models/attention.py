@@ -135,7 +135,7 @@ class HeadsAttention:
             x = self._normed(backend, name, x, views)
         if self.rope is not None and layer.rope is not None:
             cos, sin = self.rope.cover(num_positions)
-            backend.rotary(x, batch.positions, cos, sin, layer.rope.interleaved)
+            backend.rotary(x, self.rope.rows(batch), cos, sin, layer.rope.interleaved)
         if layer.qk_norm == "unit":
             x = self._normed(backend, name, x, views)
         return x

@@ -223,6 +223,8 @@ class DecoderConfig:
     """A whole decoder.
 
     Attributes:
+        max_positions: the longest context. Where a rotary scaling has two regimes this is the border at
+            which the second begins, and `long_positions` the longest context with it; 0 for one regime.
         norm: ``rms`` or ``layer``.
         norm_offset: added to the norm weights of a Hugging Face folder (Gemma stores w - 1; a GGUF
             file of the same model stores w).
@@ -250,6 +252,7 @@ class DecoderConfig:
     norm_eps: float
     layers: tuple[LayerConfig, ...]
     tie_embeddings: bool
+    long_positions: int = 0
     norm: str = "rms"
     norm_offset: float = 0.0
     norm_bias: bool = False

@@ -148,5 +148,5 @@ class LatentAttention:
     ) -> F32:
         turned = np.ascontiguousarray(x)
         assert self.layer.rope is not None
-        backend.rotary(turned, batch.positions, *cos_sin, self.layer.rope.interleaved)
+        backend.rotary(turned, self.rope.rows(batch), *cos_sin, self.layer.rope.interleaved)
         return turned

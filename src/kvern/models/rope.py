@@ -14,9 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvern.errors import ModelError, UnsupportedModelError
+from kvern.kernels.protocol import AttendBatch
 from kvern.models.config import RopeConfig
 
 F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
 
 SCALING_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
 LENGTH_DEPENDENT = ("longrope", "dynamic")
@@ -39,13 +41,19 @@ def length_limit(rope: RopeConfig) -> int | None:
     return int(_original_length(rope))
 
 
-def frequencies(rope: RopeConfig, factors: F32 | None = None) -> tuple[F32, float]:
+def num_regimes(rope: RopeConfig) -> int:
+    """2 where sequences beyond the original context turn otherwise (longrope), else 1."""
+    is_long = scaling_kind(rope.scaling) == "longrope" and "long_factor" in rope.scaling
+    return 2 if is_long else 1
+
+
+def frequencies(rope: RopeConfig, factors: F32 | None = None, regime: int = 0) -> tuple[F32, float]:
     """Inverse frequencies and the factor on cos and sin.
 
     Args:
         rope: base, dimension and scaling.
-        factors: divisors per frequency that a file carries ready-made, float32 ``[rotary_dim /
-            2]``.
+        factors: divisors per frequency that a file carries, float32 ``[rotary_dim / 2]``.
+        regime: 0 up to the original context, 1 beyond (longrope).
 
     Returns:
         float32 ``[rotary_dim / 2]`` radians per position, and the attention factor (1 except yarn).
@@ -70,7 +78,7 @@ def frequencies(rope: RopeConfig, factors: F32 | None = None) -> tuple[F32, floa
         if kind == "yarn":
             return _yarn(plain, rope)
         if kind == "longrope":
-            return _longrope(plain, rope)
+            return _longrope(plain, rope, regime)
     except KeyError as missing:
         raise ModelError(f"rope_scaling of kind {kind} lacks the field {missing}") from None
     raise UnsupportedModelError(
@@ -102,12 +110,13 @@ def _proportional(plain: F32, rope: RopeConfig) -> F32:
     return (turning / np.float32(rope.scaling.get("factor", 1.0))).astype(np.float32)
 
 
-def _longrope(plain: F32, rope: RopeConfig) -> tuple[F32, float]:
-    """LongRoPE (Ding et al. 2024) within the original context: the short factors."""
-    factors = np.asarray(rope.scaling["short_factor"], np.float32)
+def _longrope(plain: F32, rope: RopeConfig, regime: int) -> tuple[F32, float]:
+    """LongRoPE (Ding et al. 2024): short factors within the original context, long ones beyond."""
+    name = "long_factor" if regime else "short_factor"
+    factors = np.asarray(rope.scaling[name], np.float32)
     if factors.shape != plain.shape:
         raise ModelError(
-            f"rope_scaling has {factors.size} short factors, "
+            f"rope_scaling has {factors.size} numbers in {name}, "
             f"and {plain.size} frequencies need one each"
         )
     given = rope.scaling.get("attention_factor")
@@ -151,18 +160,32 @@ def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
 
 
 class RopeTable:
-    """cos and sin for positions 0, 1, ...; grows by doubling up to what a step needs."""
+    """cos and sin for positions 0, 1, ...; grows by doubling up to what a step needs.
+
+    With several regimes the row of position p in regime r is ``p * num_regimes + r``.
+    """
 
     def __init__(self, rope: RopeConfig, factors: F32 | None = None) -> None:
         """Args: rope: which rotation; factors: see `frequencies`."""
-        self.inverse_frequencies, self.attention_factor = frequencies(rope, factors)
-        self.cos = self.sin = np.empty((0, len(self.inverse_frequencies)), np.float32)
+        self.num_regimes = num_regimes(rope)
+        rates = [frequencies(rope, factors, regime) for regime in range(self.num_regimes)]
+        self.inverse_frequencies = np.stack([inverse for inverse, _ in rates])
+        self.attention_factor = rates[0][1]
+        self.cos = self.sin = np.empty((0, self.inverse_frequencies.shape[1]), np.float32)
 
     def cover(self, num_positions: int) -> tuple[F32, F32]:
-        """Cos and sin, float32 ``[at least num_positions, rotary_dim / 2]``."""
-        if num_positions > len(self.cos):
-            rows = max(MINIMUM_ROWS, 1 << (num_positions - 1).bit_length())
-            angles = np.arange(rows, dtype=np.float32)[:, None] * self.inverse_frequencies
+        """Cos and sin, float32 ``[at least num_positions * num_regimes, rotary_dim / 2]``."""
+        if num_positions * self.num_regimes > len(self.cos):
+            count = max(MINIMUM_ROWS, 1 << (num_positions - 1).bit_length())
+            positions = np.arange(count, dtype=np.float32)[:, None, None]
+            angles = (positions * self.inverse_frequencies).reshape(count * self.num_regimes, -1)
             factor = np.float32(self.attention_factor)
             self.cos, self.sin = np.cos(angles) * factor, np.sin(angles) * factor
         return self.cos, self.sin
+
+    def rows(self, batch: AttendBatch) -> I32:
+        """Which row turns each token of a step."""
+        if self.num_regimes == 1:
+            return batch.positions
+        rows = batch.positions * np.int32(self.num_regimes)
+        return rows if batch.regimes is None else rows + batch.regimes

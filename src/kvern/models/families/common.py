@@ -8,7 +8,7 @@ from typing import Any
 
 from kvern.errors import ModelError, UnsupportedModelError
 from kvern.models.config import Config, DecoderConfig, LayerConfig, RopeConfig
-from kvern.models.rope import SCALING_KINDS, length_limit, scaling_kind
+from kvern.models.rope import SCALING_KINDS, length_limit, num_regimes, scaling_kind
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -193,11 +193,13 @@ def usual_decoder(config: Config, layers: Sequence[LayerConfig], **changes: Any)
     """
     positions = optional_integer(config, "max_position_embeddings", DEFAULT_POSITIONS)
     limits = [length_limit(layer.rope) for layer in layers if layer.rope is not None]
+    has_regimes = any(num_regimes(layer.rope) > 1 for layer in layers if layer.rope is not None)
     bias = flag(config, "attention_bias")
     decoder = DecoderConfig(
         hidden_size=integer(config, "hidden_size"),
         vocab_size=integer(config, "vocab_size"),
         max_positions=min([positions, *(limit for limit in limits if limit is not None)]),
+        long_positions=positions if has_regimes else 0,
         norm_eps=changes.pop("norm_eps", None) or number(config, "rms_norm_eps", 1e-6),
         layers=tuple(layers),
         tie_embeddings=flag(config, "tie_word_embeddings"),
