@@ -12,6 +12,7 @@ namespace KVERN_PATH {
 using kvern::ElementType;
 using kvern::kGroupRows;
 using kvern::kPanelGroups;
+using kvern::MatmulOut;
 using kvern::QuantRows;
 
 constexpr int kPrefetchAhead = 8192;
@@ -167,17 +168,24 @@ static void quant_tile(const uint8_t* group, int64_t group_bytes, const int8_t* 
     }
 }
 
+static inline void store_outputs(F acc, const MatmulOut& out, int64_t at, int64_t rows_left) {
+    if (rows_left >= kGroupRows) {
+        f_store(out.to + at, acc);
+        if (out.add_to) f_store(out.add_to + at, f_add(f_load(out.add_to + at), acc));
+    } else if (rows_left > 0) {
+        const int n = static_cast<int>(rows_left);
+        f_store_n(out.to + at, acc, n);
+        if (out.add_to) f_store_n(out.add_to + at, f_add(f_load_n(out.add_to + at, n), acc), n);
+    }
+}
+
+// Token t's outputs of groups g and up.
 template <int NG, int MT>
-static inline void store_tile(const F (&acc)[MT][NG], float* out, int64_t out_stride, int64_t rows_left) {
-    for (int t = 0; t < MT; ++t) {
-        for (int g = 0; g < NG; ++g) {
-            const int64_t left = rows_left - g * kGroupRows;
-            float* to = out + t * out_stride + g * kGroupRows;
-            if (left >= kGroupRows) {
-                f_store(to, acc[t][g]);
-            } else if (left > 0) {
-                f_store_n(to, acc[t][g], static_cast<int>(left));
-            }
+static inline void store_tile(const F (&acc)[MT][NG], const MatmulOut& out, int64_t t, int64_t g, int64_t num_rows) {
+    for (int i = 0; i < MT; ++i) {
+        for (int j = 0; j < NG; ++j) {
+            const int64_t row = (g + j) * kGroupRows;
+            store_outputs(acc[i][j], out, (t + i) * out.stride + row, num_rows - row);
         }
     }
 }
@@ -188,8 +196,7 @@ struct QuantJob {
     int64_t num_groups, num_rows;
     QuantRows x;
     int64_t num_tokens;
-    float* out;
-    int64_t out_stride;
+    MatmulOut out;
 };
 
 template <ElementType T, int NG, int MT>
@@ -199,8 +206,7 @@ static void quant_tokens(const QuantJob& job, int64_t g, int64_t& t) {
         F acc[MT][NG];
         quant_tile<T, NG, MT>(job.groups + g * job.group_bytes, job.group_bytes, job.x.q + t * job.x.cols,
                               job.x.meta + t * blocks, job.x.cols, blocks, acc);
-        store_tile<NG, MT>(acc, job.out + t * job.out_stride + g * kGroupRows, job.out_stride,
-                           job.num_rows - g * kGroupRows);
+        store_tile<NG, MT>(acc, job.out, t, g, job.num_rows);
     }
 }
 
@@ -224,9 +230,8 @@ static void quant_product(const QuantJob& job) {
 }
 
 static void matmul_quant(ElementType type, const uint8_t* groups, int64_t group_bytes, int64_t num_groups,
-                         int64_t num_rows, QuantRows x, int64_t num_tokens, float* out,
-                         int64_t out_stride) {
-    const QuantJob job{groups, group_bytes, num_groups, num_rows, x, num_tokens, out, out_stride};
+                         int64_t num_rows, QuantRows x, int64_t num_tokens, MatmulOut out) {
+    const QuantJob job{groups, group_bytes, num_groups, num_rows, x, num_tokens, out};
     switch (type) {
         case ElementType::Q8_0: return quant_product<ElementType::Q8_0>(job);
         case ElementType::Q4_0: return quant_product<ElementType::Q4_0>(job);
@@ -253,8 +258,7 @@ struct FloatJob {
     int64_t num_groups, num_rows;
     const float* x;
     int64_t cols, num_tokens;
-    float* out;
-    int64_t out_stride;
+    MatmulOut out;
 };
 
 // Groups g..g+NG-1, all of one panel that holds `width` groups.
@@ -281,8 +285,7 @@ static void float_tokens(const FloatJob& job, int64_t g, int64_t width, int64_t&
                 for (int j = 0; j < NG; ++j) acc[i][j] = f_fma(wk[j], xk, acc[i][j]);
             }
         }
-        store_tile<NG, MT>(acc, job.out + t * job.out_stride + g * kGroupRows, job.out_stride,
-                           job.num_rows - g * kGroupRows);
+        store_tile<NG, MT>(acc, job.out, t, g, job.num_rows);
     }
 }
 
@@ -313,9 +316,8 @@ static void float_product(const FloatJob& job) {
 }
 
 static void matmul_float(ElementType type, const uint8_t* groups, int64_t group_bytes, int64_t num_groups,
-                         int64_t num_rows, const float* x, int64_t cols, int64_t num_tokens, float* out,
-                         int64_t out_stride) {
-    const FloatJob job{groups, group_bytes, num_groups, num_rows, x, cols, num_tokens, out, out_stride};
+                         int64_t num_rows, const float* x, int64_t cols, int64_t num_tokens, MatmulOut out) {
+    const FloatJob job{groups, group_bytes, num_groups, num_rows, x, cols, num_tokens, out};
     switch (type) {
         case ElementType::F32: return float_product<ElementType::F32>(job);
         case ElementType::F16: return float_product<ElementType::F16>(job);

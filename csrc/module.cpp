@@ -7,6 +7,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <any>
 #include <sstream>
 
 #include "cpu.h"
@@ -53,9 +54,26 @@ void require_size(const A& a, const char* name, size_t axis, int64_t expected) {
     }
 }
 
+// A runtime, and what a recording must keep alive: the arrays and weights that its operations point to.
+struct Handle {
+    Runtime runtime;
+    std::vector<std::any> kept;
+
+    Handle(int num_threads, const std::string& path) : runtime(num_threads, path) {}
+    template <class... Things>
+    void keep(const Things&... things) {
+        if (runtime.is_recording()) (kept.emplace_back(things), ...);
+    }
+};
+
+struct Recorded {
+    std::unique_ptr<Program> program;
+    std::vector<std::any> kept;
+};
+
 using RawTuple = std::tuple<int, int64_t, RawBytes>;  // element type, rows, bytes
 
-std::unique_ptr<Weight> prepare(Runtime& rt, const std::vector<RawTuple>& parts, int64_t cols, bool as_float) {
+std::unique_ptr<Weight> prepare(Handle& h, const std::vector<RawTuple>& parts, int64_t cols, bool as_float) {
     std::vector<RawTensor> tensors;
     for (const auto& [type_index, rows, data] : parts) {
         const auto type = static_cast<ElementType>(type_index);
@@ -69,46 +87,67 @@ std::unique_ptr<Weight> prepare(Runtime& rt, const std::vector<RawTuple>& parts,
         tensors.push_back({type, rows, data.data()});
     }
     nb::gil_scoped_release unlocked;
-    return rt.prepare(tensors, cols, as_float);
+    return h.runtime.prepare(tensors, cols, as_float);
 }
 
-void matmul(Runtime& rt, Floats x, const Weight& w, FloatsOut out) {
+int64_t run(Handle& h, std::unique_ptr<Op> op, int64_t tokens, const int32_t* ids = nullptr,
+            const StepBatch* batch = nullptr) {
+    nb::gil_scoped_release unlocked;
+    return h.runtime.run(std::move(op), tokens, ids, batch);
+}
+
+void matmul(Handle& h, Floats x, nb::object weight, FloatsOut out) {
+    const auto& w = nb::cast<const Weight&>(weight);
     require(x, "x", 2);
     require(out, "out", 2);
     require_size(x, "x", 1, w.cols);
     require_size(out, "out", 0, static_cast<int64_t>(x.shape(0)));
     require_size(out, "out", 1, w.rows);
-    nb::gil_scoped_release unlocked;
-    rt.matmul(w, x.data(), static_cast<int64_t>(x.shape(0)), out.data());
+    h.keep(x, weight, out);
+    run(h, std::make_unique<MatmulOp>(w, x.data(), out.data()), static_cast<int64_t>(x.shape(0)));
 }
 
-void embed(Runtime& rt, const Weight& w, Ints ids, FloatsOut out) {
+void check_ids(const Ints& ids, int64_t vocab) {
     require(ids, "token_ids", 1);
+    for (size_t i = 0; i < ids.shape(0); ++i) {
+        if (ids.data()[i] < 0 || ids.data()[i] >= vocab) {
+            fail("token id ", ids.data()[i], " is not in the vocabulary of ", vocab);
+        }
+    }
+}
+
+void embed(Handle& h, nb::object weight, Ints ids, FloatsOut out) {
+    const auto& w = nb::cast<const Weight&>(weight);
+    check_ids(ids, w.rows);
     require(out, "out", 2);
     const auto count = static_cast<int64_t>(ids.shape(0));
     require_size(out, "out", 0, count);
     require_size(out, "out", 1, w.cols);
-    for (int64_t i = 0; i < count; ++i) {
-        if (ids.data()[i] < 0 || ids.data()[i] >= w.rows) {
-            fail("token id ", ids.data()[i], " is not in the vocabulary of ", w.rows);
-        }
-    }
-    nb::gil_scoped_release unlocked;
-    rt.embed(w, ids.data(), count, out.data());
+    h.keep(weight, out);
+    run(h, std::make_unique<EmbedOp>(w, out.data()), count, ids.data());
 }
 
-void rms_norm(Runtime& rt, Floats x, Floats weight, float eps, FloatsOut out) {
+void rms_norm(Handle& h, Floats x, Floats weight, float eps, FloatsOut out) {
     require(x, "x", 2);
     require(weight, "weight", 1);
     require(out, "out", 2);
     require_size(weight, "weight", 0, static_cast<int64_t>(x.shape(1)));
     for (size_t i = 0; i < 2; ++i) require_size(out, "out", i, static_cast<int64_t>(x.shape(i)));
-    nb::gil_scoped_release unlocked;
-    rt.rms_norm(x.data(), weight.data(), eps, static_cast<int64_t>(x.shape(0)),
-                static_cast<int64_t>(x.shape(1)), out.data());
+    h.keep(x, weight, out);
+    const auto cols = static_cast<int64_t>(x.shape(1));
+    run(h, std::make_unique<NormOp>(x.data(), weight.data(), eps, cols, 1, out.data()),
+        static_cast<int64_t>(x.shape(0)));
 }
 
-void rotary(Runtime& rt, FloatsOut x, Ints positions, Floats cos, Floats sin, bool interleaved) {
+void check_positions(const int32_t* positions, int64_t tokens, int64_t table_rows) {
+    for (int64_t i = 0; i < tokens; ++i) {
+        if (positions[i] < 0 || positions[i] >= table_rows) {
+            fail("position ", positions[i], " is outside the rotary table of ", table_rows);
+        }
+    }
+}
+
+void rotary(Handle& h, FloatsOut x, Ints positions, Floats cos, Floats sin, bool interleaved) {
     require(x, "x", 3, true);
     require(positions, "positions", 1);
     require(cos, "cos", 2);
@@ -117,15 +156,21 @@ void rotary(Runtime& rt, FloatsOut x, Ints positions, Floats cos, Floats sin, bo
     require_size(positions, "positions", 0, tokens);
     for (size_t i = 0; i < 2; ++i) require_size(sin, "sin", i, static_cast<int64_t>(cos.shape(i)));
     if (2 * cos.shape(1) > x.shape(2)) fail("rotary dim ", 2 * cos.shape(1), " exceeds head dim ", x.shape(2));
-    for (int64_t i = 0; i < tokens; ++i) {
-        const int32_t p = positions.data()[i];
-        if (p < 0 || p >= static_cast<int64_t>(cos.shape(0))) {
-            fail("position ", p, " is outside the rotary table of ", cos.shape(0));
-        }
-    }
-    nb::gil_scoped_release unlocked;
-    rt.rotary(x.data(), x.stride(0), tokens, static_cast<int>(x.shape(1)), static_cast<int>(x.shape(2)),
-              positions.data(), cos.data(), sin.data(), static_cast<int>(cos.shape(1)), interleaved);
+    check_positions(positions.data(), tokens, static_cast<int64_t>(cos.shape(0)));
+    auto op = std::make_unique<RotaryOp>();
+    op->x = x.data();
+    op->token_stride = x.stride(0);
+    op->heads = static_cast<int>(x.shape(1));
+    op->dim = static_cast<int>(x.shape(2));
+    op->half = static_cast<int>(cos.shape(1));
+    op->cos = cos.data();
+    op->sin = sin.data();
+    op->table_rows = static_cast<int64_t>(cos.shape(0));
+    op->interleaved = interleaved;
+    h.keep(x, cos, sin);
+    StepBatch batch{};
+    batch.positions = positions.data();
+    run(h, std::move(op), tokens, nullptr, &batch);
 }
 
 // (pages, offset, dtype index, num_heads, block_size, dim)
@@ -144,7 +189,15 @@ StreamView stream_view(const StreamTuple& t, const char* name) {
     return s;
 }
 
-void append(Runtime& rt, Floats x, const StreamTuple& stream, Longs slots) {
+void check_slots(const int64_t* slots, int64_t tokens, int64_t block_size, int64_t num_blocks) {
+    for (int64_t i = 0; i < tokens; ++i) {
+        if (slots[i] < block_size || slots[i] >= num_blocks * block_size) {
+            fail("slot ", slots[i], " lies outside blocks 1 to ", num_blocks - 1);
+        }
+    }
+}
+
+void append(Handle& h, Floats x, const StreamTuple& stream, Longs slots) {
     const StreamView s = stream_view(stream, "stream");
     require(x, "x", 3, true);
     require(slots, "slot_mapping", 1);
@@ -152,107 +205,160 @@ void append(Runtime& rt, Floats x, const StreamTuple& stream, Longs slots) {
     require_size(x, "x", 2, s.dim);
     const auto tokens = static_cast<int64_t>(x.shape(0));
     require_size(slots, "slot_mapping", 0, tokens);
-    for (int64_t i = 0; i < tokens; ++i) {
-        const int64_t slot = slots.data()[i];
-        if (slot < s.block_size || slot >= s.num_blocks * s.block_size) {
-            fail("slot ", slot, " lies outside blocks 1 to ", s.num_blocks - 1);
+    check_slots(slots.data(), tokens, s.block_size, s.num_blocks);
+    h.keep(x, std::get<0>(stream));
+    StepBatch batch{};
+    batch.slots = slots.data();
+    run(h, std::make_unique<AppendOp>(x.data(), x.stride(0), s, 0), tokens, nullptr, &batch);
+}
+
+// (cu_seqlens_q, seq_lens, block_tables, positions, slot_mapping)
+using BatchTuple = std::tuple<Ints, Ints, Ints, Ints, Longs>;
+
+StepBatch step_batch(const BatchTuple& t, int64_t tokens, int64_t block_size) {
+    const auto& [cu_seqlens, seq_lens, tables, positions, slots] = t;
+    require(cu_seqlens, "cu_seqlens_q", 1);
+    require(seq_lens, "seq_lens", 1);
+    require(tables, "block_tables", 2, true);
+    require(positions, "positions", 1);
+    require(slots, "slot_mapping", 1);
+    const auto num_seqs = static_cast<int64_t>(seq_lens.shape(0));
+    require_size(cu_seqlens, "cu_seqlens_q", 0, num_seqs + 1);
+    require_size(tables, "block_tables", 0, num_seqs);
+    for (int64_t s = 0; s < num_seqs && block_size > 0; ++s) {
+        const int64_t rows = cu_seqlens.data()[s + 1] - cu_seqlens.data()[s];
+        const int64_t length = seq_lens.data()[s];
+        const int64_t room = static_cast<int64_t>(tables.shape(1)) * block_size;
+        if (rows < 0 || cu_seqlens.data()[s] < 0 || length < rows || length > room) {
+            fail("sequence ", s, ": ", rows, " rows, ", length, " keys, room for ", room, " in its block table");
         }
     }
-    nb::gil_scoped_release unlocked;
-    rt.append(x.data(), x.stride(0), tokens, s, slots.data());
+    if (cu_seqlens.data()[0] != 0 || cu_seqlens.data()[num_seqs] != tokens) {
+        fail("cu_seqlens_q runs from ", cu_seqlens.data()[0], " to ", cu_seqlens.data()[num_seqs],
+             ", expected 0 to ", tokens);
+    }
+    return {cu_seqlens.data(), seq_lens.data(), num_seqs, tables.data(), tables.stride(0), positions.data(), slots.data()};
 }
 
 // (scale, window, chunk, num_sink_tokens, softcap); 0 means none
 using ParamTuple = std::tuple<float, int64_t, int64_t, int64_t, float>;
 
-int64_t attend(Runtime& rt, Floats q, const StreamTuple& keys, const StreamTuple& values, Ints cu_seqlens,
-               Ints seq_lens, Ints tables, const ParamTuple& params, std::optional<Floats> sinks, FloatsOut out) {
-    AttendCall c{};
-    c.keys = stream_view(keys, "keys");
-    c.values = stream_view(values, "values");
-    if (c.keys.num_heads != c.values.num_heads || c.keys.block_size != c.values.block_size) {
+int64_t refuse_bad_blocks(int64_t pairs) {
+    if (pairs < 0) fail("a block table names no valid block for a visible key");
+    return pairs;
+}
+
+int64_t attend(Handle& h, Floats q, const StreamTuple& keys, const StreamTuple& values, const BatchTuple& batch,
+               const ParamTuple& params, std::optional<Floats> sinks, FloatsOut out) {
+    auto op = std::make_unique<AttendOp>();
+    AttendShape& shape = op->shape;
+    shape.keys = stream_view(keys, "keys");
+    shape.values = stream_view(values, "values");
+    shape.value_dim_padded = (shape.values.dim + 15) / 16 * 16;
+    if (shape.keys.num_heads != shape.values.num_heads || shape.keys.block_size != shape.values.block_size) {
         fail("keys and values differ in heads or block_size");
     }
     require(q, "q", 3, true);
     require(out, "out", 3, true);
-    require(cu_seqlens, "cu_seqlens_q", 1);
-    require(seq_lens, "seq_lens", 1);
-    require(tables, "block_tables", 2, true);
     const auto tokens = static_cast<int64_t>(q.shape(0));
-    c.num_heads = static_cast<int>(q.shape(1));
-    c.num_seqs = static_cast<int64_t>(seq_lens.shape(0));
-    if (c.num_heads % c.keys.num_heads) fail(c.num_heads, " query heads do not divide into ", c.keys.num_heads);
-    require_size(q, "q", 2, c.keys.dim);
+    const int num_heads = op->num_heads = static_cast<int>(q.shape(1));
+    if (num_heads < 1 || num_heads % shape.keys.num_heads) {
+        fail(num_heads, " query heads do not divide into ", shape.keys.num_heads, " KV heads");
+    }
+    require_size(q, "q", 2, shape.keys.dim);
     require_size(out, "out", 0, tokens);
-    require_size(out, "out", 1, c.num_heads);
-    require_size(out, "out", 2, c.values.dim);
-    require_size(cu_seqlens, "cu_seqlens_q", 0, c.num_seqs + 1);
-    require_size(tables, "block_tables", 0, c.num_seqs);
-    for (int64_t s = 0; s < c.num_seqs; ++s) {
-        const int64_t rows = cu_seqlens.data()[s + 1] - cu_seqlens.data()[s];
-        const int64_t length = seq_lens.data()[s];
-        const int64_t room = static_cast<int64_t>(tables.shape(1)) * c.keys.block_size;
-        if (rows < 0 || cu_seqlens.data()[s] < 0 || length < rows || length > room) {
-            fail("sequence ", s, ": ", rows, " rows, ", length, " keys, room for ", room, " in its block table");
-        }
-    }
-    if (cu_seqlens.data()[0] != 0 || cu_seqlens.data()[c.num_seqs] != tokens) {
-        fail("cu_seqlens_q runs from ", cu_seqlens.data()[0], " to ", cu_seqlens.data()[c.num_seqs],
-             ", expected 0 to ", tokens);
-    }
-    auto& p = c.params;
+    require_size(out, "out", 1, num_heads);
+    require_size(out, "out", 2, shape.values.dim);
+    const StepBatch step = step_batch(batch, tokens, shape.keys.block_size);
+    auto& p = shape.params;
     std::tie(p.scale, p.window, p.chunk, p.num_sinks, p.softcap) = params;
     if (!(p.scale > 0.0f)) fail("scale is ", p.scale, ", expected a positive number");
+    p.sink_logits = nullptr;
     if (sinks) {
         require(*sinks, "sink_logits", 1);
-        require_size(*sinks, "sink_logits", 0, c.num_heads);
+        require_size(*sinks, "sink_logits", 0, num_heads);
         p.sink_logits = sinks->data();
+        h.keep(*sinks);
     }
-    c.q = q.data();
-    c.q_token_stride = q.stride(0);
-    c.cu_seqlens = cu_seqlens.data();
-    c.seq_lens = seq_lens.data();
-    c.block_tables = tables.data();
-    c.table_stride = tables.stride(0);
-    c.out = out.data();
-    c.out_token_stride = out.stride(0);
-    int64_t pairs = 0;
-    {
-        nb::gil_scoped_release unlocked;
-        pairs = rt.attend(c);
-    }
-    if (pairs < 0) fail("a block table names no valid block (1 to ", c.keys.num_blocks - 1, ") for a visible key");
-    return pairs;
+    op->q = q.data();
+    op->q_token_stride = q.stride(0);
+    op->out = out.data();
+    op->out_token_stride = out.stride(0);
+    h.keep(q, std::get<0>(keys), std::get<0>(values), out);
+    return refuse_bad_blocks(run(h, std::move(op), tokens, nullptr, &step));
 }
 
-void gated_activation(Runtime& rt, Floats gate_up, int kind, FloatsOut out) {
+void gated_activation(Handle& h, Floats gate_up, int kind, FloatsOut out) {
     require(gate_up, "gate_up", 2);
     require(out, "out", 2);
     require_size(out, "out", 0, static_cast<int64_t>(gate_up.shape(0)));
     require_size(gate_up, "gate_up", 1, 2 * static_cast<int64_t>(out.shape(1)));
-    nb::gil_scoped_release unlocked;
-    rt.gated_activation(gate_up.data(), static_cast<Activation>(kind), static_cast<int64_t>(out.shape(0)),
-                        static_cast<int64_t>(out.shape(1)), out.data());
+    h.keep(gate_up, out);
+    run(h, std::make_unique<GateOp>(gate_up.data(), static_cast<Activation>(kind),
+                                    static_cast<int64_t>(out.shape(1)), out.data()),
+        static_cast<int64_t>(out.shape(0)));
 }
 
-void add(Runtime& rt, FloatsOut x, Floats y) {
+void add(Handle& h, FloatsOut x, Floats y) {
     require(x, "x", 2);
     require(y, "y", 2);
     for (size_t i = 0; i < 2; ++i) require_size(y, "y", i, static_cast<int64_t>(x.shape(i)));
-    nb::gil_scoped_release unlocked;
-    rt.add(x.data(), y.data(), static_cast<int64_t>(x.shape(0) * x.shape(1)));
+    h.keep(x, y);
+    run(h, std::make_unique<AddOp>(x.data(), y.data(), static_cast<int64_t>(x.shape(1))),
+        static_cast<int64_t>(x.shape(0)));
 }
 
-double time_reads(Runtime& rt, RawBytes data) {
+void start_recording(Handle& h, Ints ids, const std::vector<BatchTuple>& batches) {
+    require(ids, "token_ids", 1);
+    const auto tokens = static_cast<int64_t>(ids.shape(0));
+    std::vector<StepBatch> steps;
+    for (const BatchTuple& b : batches) steps.push_back(step_batch(b, tokens, 0));
+    h.kept.clear();
+    h.runtime.start_recording(tokens, ids.data(), std::move(steps));
+}
+
+std::unique_ptr<Recorded> finish_recording(Handle& h, int64_t max_tokens) {
+    auto recorded = std::make_unique<Recorded>();
+    recorded->program = h.runtime.finish_recording(max_tokens);
+    recorded->kept = std::move(h.kept);
+    h.kept.clear();
+    if (!recorded->program) return nullptr;
+    return recorded;
+}
+
+int64_t run_program(Handle& h, const Recorded& recorded, Ints ids, const std::vector<BatchTuple>& batches) {
+    const Program& program = *recorded.program;
+    check_ids(ids, program.vocab());
+    const auto tokens = static_cast<int64_t>(ids.shape(0));
+    if (tokens > program.max_tokens()) fail(tokens, " tokens, the program's buffers hold ", program.max_tokens());
+    if (static_cast<int>(batches.size()) != program.num_batches()) {
+        fail(batches.size(), " batches, the program reads ", program.num_batches());
+    }
+    std::vector<StepBatch> steps;
+    for (const BatchTuple& b : batches) {
+        const int64_t block_size = program.block_size(static_cast<int>(steps.size()));
+        require_size(std::get<3>(b), "positions", 0, tokens);
+        require_size(std::get<4>(b), "slot_mapping", 0, tokens);
+        steps.push_back(step_batch(b, tokens, block_size));
+        check_positions(steps.back().positions, tokens, program.max_positions());
+    }
+    for (const auto& a : program.appended()) {
+        check_slots(steps[static_cast<size_t>(a.group)].slots, tokens, a.block_size, a.num_blocks);
+    }
+    nb::gil_scoped_release unlocked;
+    return h.runtime.run(program, tokens, ids.data(), std::move(steps));
+}
+
+double time_reads(Handle& h, RawBytes data) {
     require(data, "data", 1);
     nb::gil_scoped_release unlocked;
-    return rt.time_reads(data.data(), static_cast<int64_t>(data.shape(0)));
+    return h.runtime.time_reads(data.data(), static_cast<int64_t>(data.shape(0)));
 }
 
-std::tuple<double, double> time_arithmetic(Runtime& rt, int kind, int64_t rounds) {
+std::tuple<double, double> time_arithmetic(Handle& h, int kind, int64_t rounds) {
     nb::gil_scoped_release unlocked;
     double operations = 0;
-    const double seconds = rt.time_arithmetic(static_cast<Arithmetic>(kind), rounds, &operations);
+    const double seconds = h.runtime.time_arithmetic(static_cast<Arithmetic>(kind), rounds, &operations);
     return {seconds, operations};
 }
 
@@ -265,10 +371,14 @@ NB_MODULE(_native, m) {
         .def_prop_ro("rows", [](const Weight& w) { return w.rows; })
         .def_prop_ro("cols", [](const Weight& w) { return w.cols; })
         .def_prop_ro("nbytes_owned", [](const Weight& w) { return w.bytes; });
-    nb::class_<Runtime>(m, "Runtime", "A thread pool and the kernels of one path.")
+    nb::class_<Recorded>(m, "Program", "A recorded step.")
+        .def_prop_ro("max_positions", [](const Recorded& r) { return r.program->max_positions(); })
+        .def_prop_ro("max_tokens", [](const Recorded& r) { return r.program->max_tokens(); })
+        .def_prop_ro("num_ops", [](const Recorded& r) { return r.program->ops().size(); });
+    nb::class_<Handle>(m, "Runtime", "A thread pool and the kernels of one path.")
         .def(nb::init<int, const std::string&>(), nb::arg("num_threads"), nb::arg("path"))
-        .def_prop_ro("path", [](const Runtime& r) { return std::string(r.path()); })
-        .def_prop_ro("num_threads", &Runtime::num_threads)
+        .def_prop_ro("path", [](const Handle& h) { return std::string(h.runtime.path()); })
+        .def_prop_ro("num_threads", [](const Handle& h) { return h.runtime.num_threads(); })
         .def("prepare", &prepare)
         .def("matmul", &matmul, nb::arg("x").noconvert(), nb::arg("weight"), nb::arg("out").noconvert())
         .def("embed", &embed, nb::arg("weight"), nb::arg("ids").noconvert(), nb::arg("out").noconvert())
@@ -276,13 +386,18 @@ NB_MODULE(_native, m) {
              nb::arg("out").noconvert())
         .def("rotary", &rotary, nb::arg("x").noconvert(), nb::arg("positions").noconvert(),
              nb::arg("cos").noconvert(), nb::arg("sin").noconvert(), nb::arg("interleaved"))
-        .def("append", &append, nb::arg("x").noconvert(), nb::arg("stream"), nb::arg("slots").noconvert())
-        .def("attend", &attend, nb::arg("q").noconvert(), nb::arg("keys"), nb::arg("values"),
-             nb::arg("cu_seqlens").noconvert(), nb::arg("seq_lens").noconvert(), nb::arg("tables").noconvert(),
-             nb::arg("params"), nb::arg("sinks").none(), nb::arg("out").noconvert())
+        .def("append", &append, nb::arg("x").noconvert(), nb::arg("stream").noconvert(),
+             nb::arg("slots").noconvert())
+        .def("attend", &attend, nb::arg("q").noconvert(), nb::arg("keys").noconvert(),
+             nb::arg("values").noconvert(), nb::arg("batch").noconvert(), nb::arg("params"),
+             nb::arg("sinks").none(), nb::arg("out").noconvert())
         .def("gated_activation", &gated_activation, nb::arg("gate_up").noconvert(), nb::arg("kind"),
              nb::arg("out").noconvert())
         .def("add", &add, nb::arg("x").noconvert(), nb::arg("y").noconvert())
+        .def("start_recording", &start_recording, nb::arg("ids").noconvert(), nb::arg("batches").noconvert())
+        .def("finish_recording", &finish_recording, nb::arg("max_tokens"))
+        .def("run_program", &run_program, nb::arg("program"), nb::arg("ids").noconvert(),
+             nb::arg("batches").noconvert(), "Attention's (row, visible key) pairs, or -1 for an invalid block.")
         .def("time_reads", &time_reads, "Seconds to read the bytes once with all threads.")
         .def("time_arithmetic", &time_arithmetic, "(seconds, operations) of a loop in registers.");
 }

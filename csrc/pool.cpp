@@ -85,16 +85,16 @@ struct PoolState {
     alignas(64) std::atomic<int> arrived{0};
 };
 
-void Worker::barrier() const {
-    if (count == 1) return;
-    const uint32_t turn = state->meet.value();
-    if (state->arrived.fetch_add(1) + 1 == count) {
-        state->arrived.store(0);
-        state->meet.advance();
-    } else {
-        state->meet.wait_past(turn, state->spins);
-    }
+uint32_t Worker::turn_now() const { return state->meet.value(); }
+
+bool Worker::is_last_to_arrive() const { return state->arrived.fetch_add(1) + 1 == count; }
+
+void Worker::release() const {
+    state->arrived.store(0);
+    state->meet.advance();
 }
+
+void Worker::wait_past(uint32_t turn) const { state->meet.wait_past(turn, state->spins); }
 
 namespace {
 

@@ -18,9 +18,33 @@ public:
     int id = 0;
     int count = 1;
     uint8_t* scratch = nullptr;  // this thread's own, as large as the region asked for
-    void barrier() const;
+
+    void barrier() const {
+        barrier([] {});
+    }
+    // The last to arrive calls last() before anybody goes on.
+    template <class Last>
+    void barrier(Last&& last) const {
+        if (count == 1) {
+            last();
+            return;
+        }
+        const uint32_t turn = turn_now();
+        if (is_last_to_arrive()) {
+            last();
+            release();
+        } else {
+            wait_past(turn);
+        }
+    }
 
     PoolState* state = nullptr;
+
+private:
+    uint32_t turn_now() const;
+    bool is_last_to_arrive() const;
+    void release() const;
+    void wait_past(uint32_t turn) const;
 };
 
 class ThreadPool {
@@ -48,6 +72,7 @@ private:
 // Hands out [0, total) in runs to whoever asks.
 class Counter {
 public:
+    void reset() { next_.store(0, std::memory_order_relaxed); }
     bool take(int64_t total, int64_t chunk, int64_t& begin, int64_t& end) {
         begin = next_.fetch_add(chunk, std::memory_order_relaxed);
         end = begin + chunk < total ? begin + chunk : total;

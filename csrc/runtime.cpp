@@ -1,146 +1,141 @@
 #include "runtime.h"
 
 #include <algorithm>
-#include <atomic>
 
 #include "cpu.h"
 
 namespace kvern {
 
-namespace {
-
-constexpr int64_t kSmallWork = 32768;  // element operations that are not worth waking threads for
-constexpr int64_t kShareQuantising = 4;  // up to this many rows every thread quantises for itself
-
-int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
-}  // namespace
-
 Runtime::Runtime(int num_threads, const std::string& path)
     : kernels_(select_path(path)), pool_(num_threads) {}
 
-template <class Rows>
-void Runtime::over_rows(int64_t rows, int64_t work_per_row, Rows&& f) {
-    if (rows <= 0) return;
-    if (rows == 1 || rows * work_per_row < kSmallWork || num_threads() == 1) {
-        f(int64_t{0}, rows);
-        return;
-    }
-    Counter next;
-    const int64_t chunk = std::max<int64_t>(1, rows / (4 * num_threads()));
-    pool_.run(num_threads(), 0, [&](const Worker&) {
-        int64_t begin, end;
-        while (next.take(rows, chunk, begin, end)) f(begin, end);
-    });
-}
-
-void Runtime::grow(Bytes& buffer, size_t& have, size_t need) {
-    if (need <= have) return;
-    buffer = nullptr;
-    have = 0;
-    buffer = allocate_bytes(need);
-    have = need;
-}
-
 std::unique_ptr<Weight> Runtime::prepare(const std::vector<RawTensor>& tensors, int64_t cols, bool as_float) {
     auto w = std::make_unique<Weight>(tensors, cols, as_float);
-    over_rows(w->units, cols * kGroupRows, [&](int64_t begin, int64_t end) { w->pack(tensors, begin, end); });
+    Counter next;
+    std::lock_guard<std::mutex> hold(mutex_);
+    pool_.run(w->bytes < 65536 ? 1 : num_threads(), 0, [&](const Worker&) {
+        int64_t begin, end;
+        while (next.take(w->units, 4, begin, end)) w->pack(tensors, begin, end);
+    });
     return w;
 }
 
-void Runtime::matmul(const Weight& w, const float* x, int64_t num_tokens, float* out) {
+int64_t Runtime::execute(Step& step, const std::vector<Op*>& ops) {
+    step.kernels = kernels_;
+    step.shared = &shared_;
+    step.threads = num_threads();
+    if (step.tokens == 0) return 0;
+    size_t scratch = 0;
+    bool is_shared = false;
+    for (Op* op : ops) {
+        op->plan(step);
+        scratch = std::max(scratch, op->scratch_bytes(step));
+        is_shared = is_shared || !op->is_serial(step);
+    }
+    pool_.run(is_shared ? step.threads : 1, scratch, [&](const Worker& worker) {
+        Worker alone = worker;
+        alone.count = 1;
+        size_t i = 0;
+        // What one thread does for all is done by whoever arrives last, while the others wait anyway.
+        auto run_serial = [&](size_t from) {
+            for (; from < ops.size() && ops[from]->is_serial(step); ++from) ops[from]->run(step, alone);
+        };
+        auto skip_serial = [&] {
+            while (i < ops.size() && ops[i]->is_serial(step)) ++i;
+        };
+        if (ops[0]->is_serial(step)) {
+            worker.barrier([&] { run_serial(0); });
+            skip_serial();
+        }
+        while (i < ops.size()) {
+            ops[i]->run(step, worker);
+            ++i;
+            if (i == ops.size()) break;  // the region's end is a barrier
+            worker.barrier([&] { run_serial(i); });
+            skip_serial();
+        }
+    });
+    int64_t pairs = 0;
+    for (const Op* op : ops) {
+        if (op->kind != OpKind::ATTEND) continue;
+        const auto* attend = static_cast<const AttendOp*>(op);
+        if (attend->failed()) return -1;
+        pairs += attend->pairs();
+    }
+    return pairs;
+}
+
+int64_t Runtime::run(std::unique_ptr<Op> op, int64_t tokens, const int32_t* token_ids, const StepBatch* batch) {
     std::lock_guard<std::mutex> hold(mutex_);
-    if (num_tokens == 0) return;
-    const int64_t blocks = w.cols / kBlock;
-    const size_t code_bytes = w.has_quantised ? static_cast<size_t>(round_up(num_tokens * w.cols, 64)) : 0;
-    const size_t meta_bytes = w.has_quantised ? static_cast<size_t>(num_tokens * blocks) * sizeof(BlockMeta) : 0;
-    const bool own = num_tokens <= kShareQuantising;  // quantising twice is cheaper than meeting
-    if (!own) grow(quant_, quant_bytes_, code_bytes + meta_bytes);
-
-    const int64_t work = num_tokens * w.rows * w.cols;
-    const int threads = work < kSmallWork ? 1 : num_threads();
-    const int64_t least = num_tokens == 1 ? 1 : 2;  // groups go in pairs when there are tokens to share them
-    // Activations of this many tokens stay in the second-level cache while weights pass.
-    const int64_t row_bytes = w.cols * (w.has_float ? 4 : 1);
-    const int64_t tokens_at_once = std::max<int64_t>(48, (384 << 10) / row_bytes / 12 * 12);
-    Counter next_row, next_unit;
-    auto job = [&](const Worker& worker) {
-        uint8_t* buffer = own ? worker.scratch : quant_.get();
-        auto* codes = reinterpret_cast<int8_t*>(buffer);
-        auto* meta = reinterpret_cast<BlockMeta*>(buffer + code_bytes);
-        int64_t begin, end;
-        if (w.has_quantised && own) {
-            kernels_->quantise_rows(x, w.cols, 0, num_tokens, codes, meta);
-        } else if (w.has_quantised) {
-            while (next_row.take(num_tokens, 4, begin, end)) {
-                kernels_->quantise_rows(x, w.cols, begin, end, codes, meta);
-            }
-            worker.barrier();
-        }
-        while (next_unit.take_guided(w.units, threads, least, begin, end)) {
-            for (int64_t u = begin; u < end;) {
-                const Segment& s = w.segment_of_unit(u);
-                const int64_t first = (u - s.first_unit) * s.unit_groups;
-                const int64_t units = std::min(end, s.first_unit + s.units) - u;
-                const int64_t count = std::min(units * s.unit_groups, s.groups - first);
-                const int64_t row = first * kGroupRows;
-                const uint8_t* data = s.data.get() + first * s.group_bytes;
-                for (int64_t t = 0; t < num_tokens; t += tokens_at_once) {
-                    const int64_t n = std::min(tokens_at_once, num_tokens - t);
-                    float* to = out + t * w.rows + s.first_row + row;
-                    if (is_quantised(s.type)) {
-                        const QuantRows q{codes + t * w.cols, meta + t * blocks, w.cols};
-                        kernels_->matmul_quant(s.type, data, s.group_bytes, count, s.rows - row, q, n, to, w.rows);
-                    } else {
-                        kernels_->matmul_float(s.type, data, s.group_bytes, count, s.rows - row,
-                                               x + t * w.cols, w.cols, n, to, w.rows);
-                    }
-                }
-                u += units;
-            }
-        }
-    };
-    pool_.run(threads, own ? code_bytes + meta_bytes : 0, job);
+    Step step;
+    step.tokens = tokens;
+    step.token_ids = token_ids;
+    if (batch) step.batches.push_back(*batch);
+    const int64_t result = execute(step, {op.get()});
+    if (recording_) record(std::move(op), tokens, token_ids, batch);
+    return result;
 }
 
-void Runtime::embed(const Weight& w, const int32_t* ids, int64_t num_tokens, float* out) {
-    over_rows(num_tokens, w.cols * 4, [&](int64_t begin, int64_t end) {
-        for (int64_t t = begin; t < end; ++t) w.decode_row(ids[t], out + t * w.cols);
-    });
+int Runtime::find_batch(Op& op, const StepBatch& batch) const {
+    for (size_t g = 0; g < recording_->batches.size(); ++g) {
+        const StepBatch& known = recording_->batches[g];
+        const bool same = op.kind == OpKind::ROTARY   ? batch.positions == known.positions
+                          : op.kind == OpKind::APPEND ? batch.slots == known.slots
+                                                      : batch.cu_seqlens == known.cu_seqlens &&
+                                                            batch.seq_lens == known.seq_lens &&
+                                                            batch.block_tables == known.block_tables;
+        if (same) return static_cast<int>(g);
+    }
+    return -1;
 }
 
-void Runtime::rms_norm(const float* x, const float* weight, float eps, int64_t rows, int64_t cols, float* out) {
-    over_rows(rows, cols, [&](int64_t begin, int64_t end) {
-        kernels_->rms_norm(x, weight, eps, cols, begin, end, out);
-    });
+void Runtime::record(std::unique_ptr<Op> op, int64_t tokens, const int32_t* token_ids, const StepBatch* batch) {
+    Recording& r = *recording_;
+    bool fits = true;
+    if (op->kind == OpKind::NORM) {
+        auto& norm = static_cast<NormOp&>(*op);
+        fits = tokens % r.tokens == 0;
+        norm.per_token = fits ? tokens / r.tokens : 1;
+    } else {
+        fits = tokens == r.tokens;
+    }
+    if (op->kind == OpKind::EMBED) fits = fits && token_ids == r.token_ids;
+    if (fits && batch) {
+        const int group = find_batch(*op, *batch);
+        fits = group >= 0;
+        if (op->kind == OpKind::ROTARY) static_cast<RotaryOp&>(*op).group = group;
+        if (op->kind == OpKind::APPEND) static_cast<AppendOp&>(*op).group = group;
+        if (op->kind == OpKind::ATTEND) static_cast<AttendOp&>(*op).group = group;
+    }
+    r.is_repeatable = r.is_repeatable && fits;
+    r.ops.push_back(std::move(op));
 }
 
-void Runtime::rotary(float* x, int64_t token_stride, int64_t num_tokens, int heads, int dim,
-                     const int32_t* positions, const float* cos, const float* sin, int half,
-                     bool interleaved) {
-    over_rows(num_tokens, static_cast<int64_t>(heads) * half * 4, [&](int64_t begin, int64_t end) {
-        kernels_->rotary(x, token_stride, heads, dim, positions, cos, sin, half, interleaved, begin, end);
-    });
+void Runtime::start_recording(int64_t tokens, const int32_t* token_ids, std::vector<StepBatch> batches) {
+    std::lock_guard<std::mutex> hold(mutex_);
+    recording_ = std::make_unique<Recording>();
+    recording_->tokens = tokens;
+    recording_->token_ids = token_ids;
+    recording_->batches = std::move(batches);
 }
 
-void Runtime::append(const float* x, int64_t token_stride, int64_t num_tokens, const StreamView& stream,
-                     const int64_t* slots) {
-    over_rows(num_tokens, static_cast<int64_t>(stream.num_heads) * stream.dim, [&](int64_t begin, int64_t end) {
-        kernels_->append(x, token_stride, stream, slots, begin, end);
-    });
+std::unique_ptr<Program> Runtime::finish_recording(int64_t max_tokens) {
+    std::lock_guard<std::mutex> hold(mutex_);
+    std::unique_ptr<Recording> r = std::move(recording_);
+    if (!r || !r->is_repeatable || r->ops.empty() || r->tokens < 1) return nullptr;
+    return std::make_unique<Program>(std::move(r->ops), max_tokens, static_cast<int>(r->batches.size()));
 }
 
-void Runtime::gated_activation(const float* gate_up, Activation kind, int64_t rows, int64_t cols, float* out) {
-    over_rows(rows, cols * 8, [&](int64_t begin, int64_t end) {
-        kernels_->gated_activation(gate_up, kind, cols, begin, end, out);
-    });
-}
-
-void Runtime::add(float* x, const float* y, int64_t count) {
-    constexpr int64_t kPiece = 4096;
-    over_rows((count + kPiece - 1) / kPiece, kPiece, [&](int64_t begin, int64_t end) {
-        kernels_->add(x, y, begin * kPiece, std::min(end * kPiece, count));
-    });
+int64_t Runtime::run(const Program& program, int64_t tokens, const int32_t* token_ids,
+                     std::vector<StepBatch> batches) {
+    std::lock_guard<std::mutex> hold(mutex_);
+    Step step;
+    step.tokens = tokens;
+    step.token_ids = token_ids;
+    step.batches = std::move(batches);
+    std::vector<Op*> ops;
+    for (const auto& op : program.ops()) ops.push_back(op.get());
+    return execute(step, ops);
 }
 
 }  // namespace kvern

@@ -1,29 +1,18 @@
-// The operations on whole batches: splits work over threads, owns the buffers between kernels.
+// The operations on whole batches: a pool of threads, the kernels of one path, the buffers between
+// operations, and the recording of programs.
 #pragma once
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
+#include "ops.h"
 #include "pool.h"
+#include "program.h"
 #include "types.h"
 #include "weights.h"
 
 namespace kvern {
-
-struct AttendCall {
-    const float* q;
-    int64_t q_token_stride;
-    int num_heads;
-    StreamView keys, values;
-    const int32_t* cu_seqlens;
-    const int32_t* seq_lens;
-    int64_t num_seqs;
-    const int32_t* block_tables;
-    int64_t table_stride;
-    AttendParams params;
-    float* out;
-    int64_t out_token_stride;
-};
 
 class Runtime {
 public:
@@ -33,33 +22,41 @@ public:
     int num_threads() const { return pool_.num_threads(); }
 
     std::unique_ptr<Weight> prepare(const std::vector<RawTensor>& tensors, int64_t cols, bool as_float);
-    void matmul(const Weight& w, const float* x, int64_t num_tokens, float* out);
-    void embed(const Weight& w, const int32_t* ids, int64_t num_tokens, float* out);
-    void rms_norm(const float* x, const float* weight, float eps, int64_t rows, int64_t cols, float* out);
-    void rotary(float* x, int64_t token_stride, int64_t num_tokens, int heads, int dim,
-                const int32_t* positions, const float* cos, const float* sin, int half, bool interleaved);
-    void append(const float* x, int64_t token_stride, int64_t num_tokens, const StreamView& stream,
-                const int64_t* slots);
-    // Returns the (row, visible key) pairs per head; -1 when a block table names no valid block.
-    int64_t attend(const AttendCall& call);
-    void gated_activation(const float* gate_up, Activation kind, int64_t rows, int64_t cols, float* out);
-    void add(float* x, const float* y, int64_t count);
 
-    // Seconds to read `bytes` once with all threads, and seconds per operation of one kind.
+    // Runs one operation for `tokens` rows; while recording it also joins the program. `batch` is what
+    // the operation reads of a step (or null). Attention returns what a program returns, others 0.
+    int64_t run(std::unique_ptr<Op> op, int64_t tokens, const int32_t* token_ids, const StepBatch* batch);
+
+    // The operations until `finish` are recorded as reading these token ids and batches.
+    void start_recording(int64_t tokens, const int32_t* token_ids, std::vector<StepBatch> batches);
+    bool is_recording() const { return recording_ != nullptr; }
+    // Null when something ran that another step cannot repeat.
+    std::unique_ptr<Program> finish_recording(int64_t max_tokens);
+    // Returns the (row, visible key) pairs per head of all layers; -1 for an invalid block.
+    int64_t run(const Program& program, int64_t tokens, const int32_t* token_ids, std::vector<StepBatch> batches);
+
+    // For benchmarks: seconds to read `data` once with all threads, and seconds of a loop in registers.
     double time_reads(const uint8_t* data, int64_t bytes);
     double time_arithmetic(Arithmetic kind, int64_t rounds, double* operations);
 
 private:
-    // Runs f(begin, end) over rows, on one thread when there is little to do.
-    template <class Rows>
-    void over_rows(int64_t rows, int64_t work_per_row, Rows&& f);
-    void grow(Bytes& buffer, size_t& have, size_t need);
+    struct Recording {
+        int64_t tokens;
+        const int32_t* token_ids;
+        std::vector<StepBatch> batches;
+        std::vector<std::unique_ptr<Op>> ops;
+        bool is_repeatable = true;
+    };
+
+    int64_t execute(Step& step, const std::vector<Op*>& ops);
+    void record(std::unique_ptr<Op> op, int64_t tokens, const int32_t* token_ids, const StepBatch* batch);
+    int find_batch(Op& op, const StepBatch& batch) const;
 
     const KernelTable* kernels_;
     ThreadPool pool_;
-    std::mutex mutex_;  // one operation at a time: they share the buffers below
-    Bytes quant_, partial_;
-    size_t quant_bytes_ = 0, partial_bytes_ = 0;
+    std::mutex mutex_;  // one operation or program at a time: they share the buffers
+    SharedBuffers shared_;
+    std::unique_ptr<Recording> recording_;
 };
 
 }  // namespace kvern

@@ -31,6 +31,13 @@ struct QuantRows {
     int64_t cols;
 };
 
+// Where a product's rows go, and optionally a second place that they are added to (the residual stream).
+struct MatmulOut {
+    float* to;
+    float* add_to;   // null for none
+    int64_t stride;  // of both
+};
+
 // One stream of one layer: page `b` starts at `pages + b * page_bytes + offset` and is
 // [num_heads, block_size, dim].
 struct StreamView {
@@ -57,7 +64,6 @@ struct AttendParams {
 // KV heads. Rows are (KV head, position, head of its group), in this order.
 struct AttendItem {
     const int32_t* block_table;
-    int64_t seq_len;
     int64_t first_position;  // of the item's first row
     int num_positions;
     int first_head;          // query head of the item's first row
@@ -88,11 +94,9 @@ struct KernelTable {
                           BlockMeta* meta);
     // out[t, 0..16*num_groups) for `num_groups` consecutive groups; rows past num_rows are dropped.
     void (*matmul_quant)(ElementType type, const uint8_t* groups, int64_t group_bytes, int64_t num_groups,
-                         int64_t num_rows, QuantRows x, int64_t num_tokens, float* out,
-                         int64_t out_stride);
+                         int64_t num_rows, QuantRows x, int64_t num_tokens, MatmulOut out);
     void (*matmul_float)(ElementType type, const uint8_t* groups, int64_t group_bytes, int64_t num_groups,
-                         int64_t num_rows, const float* x, int64_t cols, int64_t num_tokens, float* out,
-                         int64_t out_stride);
+                         int64_t num_rows, const float* x, int64_t cols, int64_t num_tokens, MatmulOut out);
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t cols, int64_t row_begin,
                      int64_t row_end, float* out);
     void (*rotary)(float* x, int64_t token_stride, int heads, int dim, const int32_t* positions,

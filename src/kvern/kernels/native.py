@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -199,9 +201,7 @@ class NativeBackend:
             q,
             _stream(keys),
             _stream(values),
-            batch.cu_seqlens_q,
-            batch.seq_lens,
-            batch.block_tables,
+            _batch(batch),
             limits,
             params.sink_logits,
             out,
@@ -215,6 +215,93 @@ class NativeBackend:
     def add(self, x: F32, y: F32) -> None:
         """See `Backend.add`."""
         self._runtime.add(x, y)
+
+    @contextmanager
+    def recording(
+        self, token_ids: I32, batches: Sequence[AttendBatch], max_tokens: int
+    ) -> Iterator[Recording]:
+        """Record the operations of one step, which run as usual, so that other steps can repeat them.
+
+        A later step may have any number of tokens: the program keeps base addresses and row widths, so
+        every buffer must be the start of one with room for ``max_tokens`` rows. Operations must read
+        token ids, positions, slots and tables from ``token_ids`` and ``batches``, whose arrays a later
+        step brings anew. What is calculated on the buffers outside the backend is not repeated.
+
+        Args:
+            token_ids: int32 ``[T]``, T at least 1.
+            batches: one per KV group.
+            max_tokens: rows that every buffer has room for.
+
+        Yields:
+            A `Recording`, whose `program` is set when the block ends; None when some operation
+            cannot be repeated (it computed another number of rows, or read other arrays).
+        """
+        recording = Recording()
+        self._runtime.start_recording(token_ids, [_batch(batch) for batch in batches])
+        try:
+            yield recording
+        except BaseException:
+            self._runtime.finish_recording(max_tokens)
+            raise
+        recorded = self._runtime.finish_recording(max_tokens)
+        if recorded is not None:
+            recording.program = NativeProgram(self._runtime, recorded)
+
+
+class NativeProgram:
+    """A recorded step: all its operations again, for other tokens, in one call and one region of the pool.
+
+    Neighbouring operations are joined where that changes no bit: a norm or a gated activation with
+    the product that reads it, a product with the sum that follows, row operations with each other.
+    """
+
+    def __init__(self, runtime: Any, recorded: Any) -> None:
+        """Made by `NativeBackend.recording`."""
+        self._runtime = runtime
+        self._recorded = recorded
+        self.max_tokens: int = recorded.max_tokens
+        self.max_positions: int = recorded.max_positions
+        """Positions that the recorded rotary tables cover; record anew for later ones."""
+        self.num_ops: int = recorded.num_ops
+        """Operations left after joining."""
+
+    def run(self, token_ids: I32, batches: Sequence[AttendBatch]) -> int:
+        """Repeat the step for other tokens.
+
+        Args:
+            token_ids: int32 ``[T]``, T up to ``max_tokens``.
+            batches: one per KV group, in the recorded order.
+
+        Returns:
+            Query-key products per head, summed over all attend operations.
+
+        Raises:
+            ValueError: a number is out of range; nothing ran. Or a block table names no valid block
+                for a visible key; then the results are worthless.
+        """
+        pairs: int = self._runtime.run_program(
+            self._recorded, token_ids, [_batch(batch) for batch in batches]
+        )
+        if pairs < 0:
+            raise ValueError("a block table names no valid block for a visible key")
+        return pairs
+
+
+@dataclass(slots=True)
+class Recording:
+    """What `NativeBackend.recording` yields."""
+
+    program: NativeProgram | None = None
+
+
+def _batch(batch: AttendBatch) -> tuple[I32, I32, I32, I32, I64]:
+    return (
+        batch.cu_seqlens_q,
+        batch.seq_lens,
+        batch.block_tables,
+        batch.positions,
+        batch.slot_mapping,
+    )
 
 
 def _stream(stream: PagedStream) -> tuple[Any, int, int, int, int, int]:

@@ -1,0 +1,220 @@
+// The operations as objects: each knows its buffers and weights; what changes from step to step comes
+// with the `Step`. A single call makes one and runs it; a program keeps hundreds and runs them all in one
+// region of the thread pool.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "pool.h"
+#include "types.h"
+#include "weights.h"
+
+namespace kvern {
+
+// One KV group's rows and tables of a step.
+struct StepBatch {
+    const int32_t* cu_seqlens;
+    const int32_t* seq_lens;
+    int64_t num_seqs;
+    const int32_t* block_tables;
+    int64_t table_stride;
+    const int32_t* positions;
+    const int64_t* slots;
+};
+
+struct AttendPlan;
+
+// Buffers that operations use one after the other.
+struct SharedBuffers {
+    Bytes quant, partial;
+    size_t quant_bytes = 0, partial_bytes = 0;
+
+    static void grow(Bytes& buffer, size_t& have, size_t need);
+};
+
+struct Step {
+    int64_t tokens = 0;
+    const int32_t* token_ids = nullptr;
+    std::vector<StepBatch> batches;
+    const KernelTable* kernels = nullptr;
+    SharedBuffers* shared = nullptr;
+    int threads = 1;
+    std::vector<std::shared_ptr<AttendPlan>> attend_plans;  // layers of one geometry share a plan
+};
+
+enum class OpKind { EMBED, NORM, ROTARY, APPEND, GATE, ADD, ROWS, MATMUL, ATTEND };
+
+class Op {
+public:
+    explicit Op(OpKind kind) : kind(kind) {}
+    virtual ~Op() = default;
+    // Before the region, on the calling thread: sizes shared buffers, resets counters.
+    virtual void plan(Step& step) = 0;
+    virtual size_t scratch_bytes(const Step&) const { return 0; }
+    // True when it is not worth sharing: one thread runs it while the others wait.
+    virtual bool is_serial(const Step& step) const = 0;
+    // On every thread of the region, or on one alone (worker.count == 1).
+    virtual void run(const Step& step, const Worker& worker) = 0;
+
+    const OpKind kind;
+};
+
+// An operation whose row r reads and writes rows r only: such operations run one after the other on a
+// few rows without meeting.
+class RowOp : public Op {
+public:
+    using Op::Op;
+    void plan(Step&) override { next_.reset(); }
+    bool is_serial(const Step& step) const override;
+    void run(const Step& step, const Worker& worker) override;
+
+    virtual void rows(const Step& step, int64_t begin, int64_t end) const = 0;  // tokens
+    virtual int64_t work_per_row() const = 0;                                   // element operations
+
+private:
+    Counter next_;
+};
+
+class EmbedOp final : public RowOp {
+public:
+    EmbedOp(const Weight& w, float* out) : RowOp(OpKind::EMBED), weight(&w), out(out) {}
+    void rows(const Step& step, int64_t begin, int64_t end) const override;
+    int64_t work_per_row() const override { return weight->cols * 4; }
+
+    const Weight* weight;
+    float* out;
+};
+
+class NormOp final : public RowOp {
+public:
+    NormOp(const float* x, const float* weight, float eps, int64_t cols, int64_t per_token, float* out)
+        : RowOp(OpKind::NORM), x(x), weight(weight), eps(eps), cols(cols), per_token(per_token), out(out) {}
+    void rows(const Step& step, int64_t begin, int64_t end) const override { to(step, begin, end, out); }
+    int64_t work_per_row() const override { return cols * per_token; }
+    void to(const Step& step, int64_t begin, int64_t end, float* target) const;
+
+    const float *x, *weight;
+    float eps;
+    int64_t cols, per_token;  // rows of the norm per token
+    float* out;
+};
+
+class RotaryOp final : public RowOp {
+public:
+    RotaryOp() : RowOp(OpKind::ROTARY) {}
+    void rows(const Step& step, int64_t begin, int64_t end) const override;
+    int64_t work_per_row() const override { return static_cast<int64_t>(heads) * half * 4; }
+
+    float* x = nullptr;
+    int64_t token_stride = 0;
+    int heads = 0, dim = 0, half = 0, group = 0;
+    const float *cos = nullptr, *sin = nullptr;
+    int64_t table_rows = 0;
+    bool interleaved = false;
+};
+
+class AppendOp final : public RowOp {
+public:
+    AppendOp(const float* x, int64_t token_stride, const StreamView& stream, int group)
+        : RowOp(OpKind::APPEND), x(x), token_stride(token_stride), stream(stream), group(group) {}
+    void rows(const Step& step, int64_t begin, int64_t end) const override;
+    int64_t work_per_row() const override { return static_cast<int64_t>(stream.num_heads) * stream.dim; }
+
+    const float* x;
+    int64_t token_stride;
+    StreamView stream;
+    int group;
+};
+
+class GateOp final : public RowOp {
+public:
+    GateOp(const float* gate_up, Activation act, int64_t cols, float* out)
+        : RowOp(OpKind::GATE), gate_up(gate_up), act(act), cols(cols), out(out) {}
+    void rows(const Step& step, int64_t begin, int64_t end) const override { to(step, begin, end, out); }
+    int64_t work_per_row() const override { return cols * 8; }
+    void to(const Step& step, int64_t begin, int64_t end, float* target) const;
+
+    const float* gate_up;
+    Activation act;
+    int64_t cols;
+    float* out;
+};
+
+class AddOp final : public RowOp {
+public:
+    AddOp(float* x, const float* y, int64_t cols) : RowOp(OpKind::ADD), x(x), y(y), cols(cols) {}
+    void rows(const Step& step, int64_t begin, int64_t end) const override;
+    int64_t work_per_row() const override { return cols; }
+
+    float* x;
+    const float* y;
+    int64_t cols;
+};
+
+// Several row operations in order.
+class RowsOp final : public RowOp {
+public:
+    RowsOp() : RowOp(OpKind::ROWS) {}
+    void rows(const Step& step, int64_t begin, int64_t end) const override;
+    int64_t work_per_row() const override;
+
+    std::vector<std::unique_ptr<RowOp>> parts;
+};
+
+class MatmulOp final : public Op {
+public:
+    MatmulOp(const Weight& w, const float* x, float* out) : Op(OpKind::MATMUL), weight(&w), x(x), out(out) {}
+    void plan(Step& step) override;
+    size_t scratch_bytes(const Step& step) const override;
+    bool is_serial(const Step& step) const override;
+    void run(const Step& step, const Worker& worker) override;
+
+    // Makes x first; its result still lands in x, for others to read.
+    bool take_input_of(std::unique_ptr<RowOp>& op);
+    // Adds the product to the residual stream too.
+    bool take_add(const AddOp& add);
+
+    const Weight* weight;
+    const float* x;
+    float* out;
+    float* add_to = nullptr;
+
+private:
+    bool is_quantised_alone(const Step& step) const;
+    const float* make_input(const Step& step, int64_t begin, int64_t end, float* target) const;
+    void tiles(const Step& step, const Worker& worker, const float* input, const int8_t* codes,
+               const BlockMeta* meta);
+
+    std::unique_ptr<NormOp> norm_;
+    std::unique_ptr<GateOp> gate_;
+    Counter next_row_, next_unit_;
+};
+
+class AttendOp final : public Op {
+public:
+    AttendOp() : Op(OpKind::ATTEND) {}
+    void plan(Step& step) override;
+    size_t scratch_bytes(const Step& step) const override;
+    bool is_serial(const Step& step) const override;
+    void run(const Step& step, const Worker& worker) override;
+
+    const float* q = nullptr;
+    int64_t q_token_stride = 0;
+    int num_heads = 0;
+    AttendShape shape{};
+    int group = 0;
+    float* out = nullptr;
+    int64_t out_token_stride = 0;
+
+    int64_t pairs() const { return pairs_.load() / num_heads; }  // (row, visible key), per head
+    bool failed() const { return failed_.load(); }               // a needed key had no valid block
+
+private:
+    std::shared_ptr<AttendPlan> plan_;
+    Counter next_task_, next_merge_;
+    std::atomic<int64_t> pairs_{0};
+    std::atomic<bool> failed_{false};
+};
+
+}  // namespace kvern

@@ -1,0 +1,67 @@
+#include "ops.h"
+
+#include <algorithm>
+
+namespace kvern {
+
+namespace {
+
+constexpr int64_t kSmallWork = 32768;  // element operations that are not worth sharing
+
+}  // namespace
+
+void SharedBuffers::grow(Bytes& buffer, size_t& have, size_t need) {
+    if (need <= have) return;
+    buffer = nullptr;
+    have = 0;
+    buffer = allocate_bytes(need);
+    have = need;
+}
+
+bool RowOp::is_serial(const Step& step) const {
+    return step.threads == 1 || step.tokens == 1 || step.tokens * work_per_row() < kSmallWork;
+}
+
+void RowOp::run(const Step& step, const Worker& worker) {
+    if (worker.count == 1) return rows(step, 0, step.tokens);
+    const int64_t chunk = std::max<int64_t>(1, step.tokens / (4 * worker.count));
+    int64_t begin, end;
+    while (next_.take(step.tokens, chunk, begin, end)) rows(step, begin, end);
+}
+
+void EmbedOp::rows(const Step& step, int64_t begin, int64_t end) const {
+    for (int64_t t = begin; t < end; ++t) weight->decode_row(step.token_ids[t], out + t * weight->cols);
+}
+
+void NormOp::to(const Step& step, int64_t begin, int64_t end, float* target) const {
+    step.kernels->rms_norm(x, weight, eps, cols, begin * per_token, end * per_token, target);
+}
+
+void RotaryOp::rows(const Step& step, int64_t begin, int64_t end) const {
+    const int32_t* positions = step.batches[static_cast<size_t>(group)].positions;
+    step.kernels->rotary(x, token_stride, heads, dim, positions, cos, sin, half, interleaved, begin, end);
+}
+
+void AppendOp::rows(const Step& step, int64_t begin, int64_t end) const {
+    step.kernels->append(x, token_stride, stream, step.batches[static_cast<size_t>(group)].slots, begin, end);
+}
+
+void GateOp::to(const Step& step, int64_t begin, int64_t end, float* target) const {
+    step.kernels->gated_activation(gate_up, act, cols, begin, end, target);
+}
+
+void AddOp::rows(const Step& step, int64_t begin, int64_t end) const {
+    step.kernels->add(x, y, begin * cols, end * cols);
+}
+
+void RowsOp::rows(const Step& step, int64_t begin, int64_t end) const {
+    for (const auto& part : parts) part->rows(step, begin, end);
+}
+
+int64_t RowsOp::work_per_row() const {
+    int64_t work = 0;
+    for (const auto& part : parts) work += part->work_per_row();
+    return work;
+}
+
+}  // namespace kvern
