@@ -311,3 +311,22 @@ def test_pools_of_compressed_attention_in_sglang() -> None:
     assert cells["window"] == 1_382_656
     assert cells["1 of 4"] == cells["index"] == 2_304_448
     assert cells["1 of 128"] == 72_014
+
+
+def test_compressed_attention_in_llama_cpp() -> None:
+    """ggml-org/llama.cpp#27680: 64,000 cells, micro-batches of 4,096, bf16."""
+    request = PlanRequest(FLASH, "llama.cpp", context=64_000, ubatch=4096, kv_format="bf16")
+    pools = {pool.name: pool for pool in plan(request).allocation.pools}
+    assert (pools["window"].cells, pools["window"].bytes / MIB) == (4352, 182.75)
+    states = {name: round(pool.bytes / MIB, 2) for name, pool in pools.items() if " x " in name}
+    assert states["compressor, 8 x 1024"] == 1.31
+    assert states["compressor, 128 x 512"] == 10.00
+    assert states["compressor, 8 x 256"] == 0.33
+
+
+@pytest.mark.parametrize(("version", "mib"), [("2026-08", 36.0), ("2026-09", 12.0)])
+def test_values_that_nothing_reads_beside_index_keys(version: str, mib: float) -> None:
+    """ggml-org/llama.cpp#28296: K 12.00 MiB and V 24.00 MiB for 12 layers; #28330 dropped V."""
+    request = PlanRequest(qwen_sparse_hybrid(), "llama.cpp", version, context=4096)
+    index = next(p for p in plan(request).allocation.pools if p.name == "index")
+    assert index.bytes / MIB == mib

@@ -2,11 +2,13 @@
 
 cells of a stream = context / streams, padded to 256
 window cells      = pad256(min(cells, window * sequences of the stream + ubatch))
+compressed cells  = pad256(cells / stride), a stream for each sequence
 state cells       = sequences * (1 + rollback copies), always f32
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from kvern.errors import UsageError
@@ -20,13 +22,19 @@ from kvern.plan.engines.llama_cpp_rules import (
     Rules,
     rules_of,
 )
-from kvern.plan.facts import EXTRA_CONV_ELEMENTS, query_key_dim, value_head_dim
+from kvern.plan.facts import (
+    EXTRA_CONV_ELEMENTS,
+    is_working_input,
+    query_key_dim,
+    value_head_dim,
+)
 from kvern.plan.request import PlanRequest
 from kvern.plan.result import Allocation, Budget, Group, Pool, Step
 from kvern.plan.shards import RankCache, rank_caches, stage_layers, stage_of
 from kvern.plan.versions import parse_version
 from kvern.spec.budget import format_size
 from kvern.spec.content import Heads, Index, Latent, State, StatePart
+from kvern.spec.layers import ModelSpec
 from kvern.spec.reach import Chunk, Window
 
 RUNTIME_RESERVE = 512 * 2**20
@@ -132,6 +140,7 @@ def _pools(
     shape = _shape(request, rules, context)
     key_format, value_format = _formats(request)
     storage = _storage(request, rules)
+    index_values = _unread_values(caches) if rules.index_values else 0
     tables: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
     layers: dict[tuple[str, int, int], set[int]] = {}
     for cache in caches:
@@ -139,6 +148,7 @@ def _pools(
             continue
         key, value = _elements(cache, request, storage)
         is_index = isinstance(cache.content, Index)
+        value = index_values if is_index else value
         kind = (
             "index" if is_index else "window" if _limit(cache, rules) else "full",
             _limit(cache, rules),
@@ -149,22 +159,53 @@ def _pools(
         layers.setdefault(kind, set()).add(cache.layer)
     pools: list[Pool] = []
     for (name, limit, stride), rows in tables.items():
-        cells = cdiv(shape.window_cells(limit) if limit else shape.cells, stride)
-        total = cells * shape.num_streams
+        cells, streams = shape.window_cells(limit) if limit else shape.cells, shape.num_streams
+        if stride > 1:
+            cells, streams = rounded(cdiv(cells, stride), PAD), shape.num_slots
         pools.append(
             Pool(
-                name=name,
+                name=name if stride == 1 else f"{name}, 1 of {stride}",
                 layers=len(layers[name, limit, stride]),
                 cells=cells,
-                k_bytes=total * sum(k for k, _ in rows),
-                v_bytes=total * sum(v for _, v in rows),
-                streams=shape.num_streams,
+                k_bytes=cells * streams * sum(k for k, _ in rows),
+                v_bytes=cells * streams * sum(v for _, v in rows),
+                streams=streams,
             )
         )
+    pools += _compressor_pools(request.model, {cache.layer for cache in caches}, shape.num_slots)
     states = [cache.content for cache in caches if isinstance(cache.content, State)]
     if states:
         pools.append(_state_pool(states, shape, EXTRA_CONV_ELEMENTS.get(request.model.family, 0)))
     return tuple(pools)
+
+
+def _unread_values(caches: tuple[RankCache, ...]) -> int:
+    """Value elements beside an index key: one head's, where recurrent states are cached too."""
+    heads = [c.content.value_dim for c in caches if isinstance(c.content, Heads)]
+    return heads[0] if heads and any(c.is_state for c in caches) else 0
+
+
+def _compressor_pools(model: ModelSpec, layers: set[int], num_slots: int) -> list[Pool]:
+    """What compressors of latents still work on: rows of sums and weights, always f32."""
+    counts: Counter[tuple[int, int, int]] = Counter()
+    for layer in model.layers:
+        compresses = any(isinstance(c.content, Latent) and c.stride > 1 for c in layer.caches)
+        if layer.index not in layers or not compresses:
+            continue
+        for cache in layer.caches:
+            if is_working_input(layer, cache) and isinstance(cache.content, Heads):
+                rows = cache.reach.size if isinstance(cache.reach, Window | Chunk) else 0
+                counts[rows, cache.content.key_dim, cache.content.value_dim] += 1
+    return [
+        Pool(
+            name=f"compressor, {rows} x {key_dim}",
+            layers=count,
+            cells=rows,
+            streams=num_slots,
+            state_bytes=count * rows * (key_dim + value_dim) * 4 * num_slots,
+        )
+        for (rows, key_dim, value_dim), count in counts.items()
+    ]
 
 
 def _state_pool(states: list[State], shape: _Shape, extra_elements: int) -> Pool:
@@ -266,12 +307,12 @@ def _steps(
             formula = f"{pool.layers} layers × {copies} × {each:,} B (f32)"
         else:
             rows = pool.total_cells * pool.layers
-            k_row, v_row = pool.k_bytes // rows, pool.v_bytes // rows
             streams = f"{pool.streams} streams × " if pool.streams > 1 else ""
-            formula = (
-                f"{streams}{pool.cells:,} cells × {pool.layers} layers × "
-                f"({k_row:,} B of {key_format} keys + {v_row:,} B of {value_format} values)"
-            )
+            k_row, v_row = pool.k_bytes // rows, pool.v_bytes // rows
+            stored = f"({k_row:,} B of {key_format} keys + {v_row:,} B of {value_format} values)"
+            if pool.state_bytes:
+                stored = f"{pool.state_bytes // rows:,} B (f32)"
+            formula = f"{streams}{pool.cells:,} cells × {pool.layers} layers × {stored}"
         steps.append(Step(f"{pool.name} cache", formula, format_size(pool.bytes)))
     return tuple(steps)
 

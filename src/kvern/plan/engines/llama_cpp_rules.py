@@ -39,6 +39,12 @@ STREAMS = (
 )
 """Whether each sequence may have a stream of its own; before, one cache served all."""
 
+INDEX_VALUES = (
+    (Since(), True),
+    (Since(date=(2026, 9), build=10600), False),
+)
+"""Whether index keys beside recurrent states had values allocated that nothing read (#28330)."""
+
 BLOCK_BYTES = {
     "fp32": (1, 4),
     "fp16": (1, 2),
@@ -60,6 +66,7 @@ class Rules:
     mla_storage: str
     window_cache: bool
     has_streams: bool
+    index_values: bool
 
 
 def rules_of(version: EngineVersion, is_ik_fork: bool) -> Rules:
@@ -73,4 +80,5 @@ def rules_of(version: EngineVersion, is_ik_fork: bool) -> Rules:
         mla_storage=mla,
         window_cache=not is_ik_fork and rule_at(WINDOW_CACHE, version),
         has_streams=not is_ik_fork and rule_at(STREAMS, version),
+        index_values=rule_at(INDEX_VALUES, version),
     )
