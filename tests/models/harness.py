@@ -21,7 +21,8 @@ import pytest
 from kvern.kernels.native import NativeBackend
 from kvern.kernels.protocol import AttendBatch, Backend, PagedStream
 from kvern.kernels.reference import ReferenceBackend
-from kvern.models.config import DeltaNetConfig, LayerConfig, MambaConfig, ShortConvConfig
+from kvern.models.caches import state_shapes
+from kvern.models.config import LayerConfig
 from kvern.models.decoder import Decoder, LayerCache
 from kvern.models.families import family_of
 from kvern.models.weights import open_weights
@@ -251,19 +252,6 @@ class Pool:
             for stream in (cache.keys, cache.values):
                 if stream is not None:
                     stream.pages[self.tables[seq][: end // BLOCK_SIZE]] = 0xFF
-
-
-def state_shapes(layer: LayerConfig, hidden_size: int) -> list[tuple[str, tuple[int, ...]]]:
-    """What `kvern.spec` says a layer's state consists of."""
-    state = layer.state
-    if isinstance(state, DeltaNetConfig):
-        matrix = state.num_value_heads, state.key_dim, state.value_dim
-    elif isinstance(state, MambaConfig):
-        matrix = state.num_heads, state.head_dim, state.state_dim
-    else:
-        assert isinstance(state, ShortConvConfig)
-        return [("conv", (hidden_size, state.kernel - 1))]
-    return [("conv", (state.num_channels, state.kernel - 1)), ("recurrent", matrix)]
 
 
 def run(
