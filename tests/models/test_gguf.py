@@ -42,6 +42,29 @@ GGUF_CASES: dict[str, GGUFCase] = {
         fields=(("norm_topk_prob", True),),
     ),
     "gemma": GGUFCase("gemma", whole_norms),
+    "gemma2": GGUFCase(
+        "gemma2",
+        whole_norms,
+        keys=(("attn_logit_softcapping", 5.0),),
+        fields=(("query_pre_attn_scalar", 32),),
+    ),
+    "mixtral": GGUFCase(
+        "llama", neighbouring_pairs, keys=(("expert_count", 4), ("expert_used_count", 2))
+    ),
+    "olmoe": GGUFCase("olmoe", keys=(("expert_count", 6), ("expert_used_count", 2))),
+    "qwen2-moe": GGUFCase(
+        "qwen2moe",
+        keys=(
+            ("expert_count", 6),
+            ("expert_used_count", 2),
+            ("expert_feed_forward_length", 40),
+            ("expert_shared_feed_forward_length", 56),
+        ),
+        fields=(("mlp_only_layers", []),),
+    ),
+    "starcoder2": GGUFCase("starcoder2"),
+    "command-r": GGUFCase("command-r", keys=(("logit_scale", 0.0625),)),
+    "falcon-7b": GGUFCase("falcon"),
     "gemma3": GGUFCase("gemma3", whole_norms, fields=(("query_pre_attn_scalar", 32),)),
     "deepseek-v2-lite": GGUFCase(
         "deepseek2",

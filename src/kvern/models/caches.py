@@ -69,7 +69,8 @@ def require_same_caches(decoder: DecoderConfig, spec: ModelSpec) -> None:
     """
     if len(decoder.layers) != len(spec.layers):
         raise UnsupportedModelError(
-            f"{spec.name}: the decoder has {len(decoder.layers)} layers, its cache description {len(spec.layers)}"
+            f"{spec.name}: the decoder has {len(decoder.layers)} layers, "
+            f"its cache description {len(spec.layers)}"
         )
     for index, (layer, described_layer) in enumerate(zip(decoder.layers, spec.layers, strict=True)):
         need = needed(layer, decoder.hidden_size), layer.share_with

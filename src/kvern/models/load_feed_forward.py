@@ -70,9 +70,10 @@ def _experts_weights(loader: Loader, index: int, experts: ExpertsConfig) -> Expe
 
 
 def _row(loader: Loader, template: str, cols: int, index: int) -> HostTensor:
-    """A matrix of one row, which a GGUF file stores as a vector."""
+    """A matrix of one row, which a GGUF file may store as a vector."""
     name = loader.name(template, i=index)
-    if loader.source.is_gguf:
+    stored = loader.source.tensors.get(name)
+    if stored is not None and len(stored.shape) == 1:
         data = loader.source.vector(name, cols).view(np.uint8)
         return HostTensor(name, "F32", 1, cols, data)
     return loader.source.matrix(name, 1, cols)
