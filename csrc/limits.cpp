@@ -19,7 +19,7 @@ double Runtime::time_reads(const uint8_t* data, int64_t bytes) {
     const int64_t piece = 1 << 20;
     Counter next;
     std::atomic<int> sink{0};
-    pool_.run(num_threads(), 0, [&](const Worker&) {
+    pool_.run(true, 0, [&](const Worker&) {
         int64_t begin, end;
         float sum = 0.0f;
         while (next.take(bytes / piece, 1, begin, end)) {
@@ -33,7 +33,7 @@ double Runtime::time_reads(const uint8_t* data, int64_t bytes) {
 double Runtime::time_arithmetic(Arithmetic kind, int64_t rounds, double* operations) {
     const auto start = std::chrono::steady_clock::now();
     std::atomic<int64_t> done{0};
-    pool_.run(num_threads(), 0, [&](const Worker&) {
+    pool_.run(true, 0, [&](const Worker&) {
         float sink = 0.0f;
         done += static_cast<int64_t>(kernels_->arithmetic_loop(kind, rounds, &sink));
     });

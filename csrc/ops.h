@@ -45,17 +45,33 @@ struct Step {
 
 enum class OpKind { EMBED, NORM, ROTARY, APPEND, GATE, ADD, ROWS, MATMUL, ATTEND };
 
+class Op;
+
+// A stretch of work whose units may be done in any order by any thread; the next stage begins when all
+// units are done. Threads claim runs of units.
+struct Stage {
+    Op* op;
+    int index;      // of the operation's stages
+    int64_t units;
+    int64_t least;  // units claimed at once, at the end of a guided sequence or always
+    bool is_guided;
+    bool is_serial;  // not worth sharing: whoever finishes the stage before does it at once
+};
+
+// What a thread has claimed.
+struct Claim {
+    int64_t begin, end;
+    bool is_first;  // this thread's first of the stage
+};
+
 class Op {
 public:
     explicit Op(OpKind kind) : kind(kind) {}
     virtual ~Op() = default;
-    // Before the region, on the calling thread: sizes shared buffers, resets counters.
-    virtual void plan(Step& step) = 0;
+    // Before the region, on the calling thread: sizes shared buffers, adds the stages.
+    virtual void plan(Step& step, std::vector<Stage>& stages) = 0;
     virtual size_t scratch_bytes(const Step&) const { return 0; }
-    // True when it is not worth sharing: one thread runs it while the others wait.
-    virtual bool is_serial(const Step& step) const = 0;
-    // On every thread of the region, or on one alone (worker.count == 1).
-    virtual void run(const Step& step, const Worker& worker) = 0;
+    virtual void work(const Step& step, int stage, const Claim& claim, const Worker& worker) = 0;
 
     const OpKind kind;
 };
@@ -65,15 +81,11 @@ public:
 class RowOp : public Op {
 public:
     using Op::Op;
-    void plan(Step&) override { next_.reset(); }
-    bool is_serial(const Step& step) const override;
-    void run(const Step& step, const Worker& worker) override;
+    void plan(Step& step, std::vector<Stage>& stages) override;
+    void work(const Step& step, int stage, const Claim& claim, const Worker& worker) override;
 
     virtual void rows(const Step& step, int64_t begin, int64_t end) const = 0;  // tokens
     virtual int64_t work_per_row() const = 0;                                   // element operations
-
-private:
-    Counter next_;
 };
 
 class EmbedOp final : public RowOp {
@@ -165,10 +177,9 @@ public:
 class MatmulOp final : public Op {
 public:
     MatmulOp(const Weight& w, const float* x, float* out) : Op(OpKind::MATMUL), weight(&w), x(x), out(out) {}
-    void plan(Step& step) override;
+    void plan(Step& step, std::vector<Stage>& stages) override;
     size_t scratch_bytes(const Step& step) const override;
-    bool is_serial(const Step& step) const override;
-    void run(const Step& step, const Worker& worker) override;
+    void work(const Step& step, int stage, const Claim& claim, const Worker& worker) override;
 
     // Makes x first; its result still lands in x, for others to read.
     bool take_input_of(std::unique_ptr<RowOp>& op);
@@ -181,23 +192,21 @@ public:
     float* add_to = nullptr;
 
 private:
-    bool is_quantised_alone(const Step& step) const;
-    const float* make_input(const Step& step, int64_t begin, int64_t end, float* target) const;
-    void tiles(const Step& step, const Worker& worker, const float* input, const int8_t* codes,
-               const BlockMeta* meta);
+    struct Input;
+    Input input_of(const Step& step, const Worker& worker) const;
+    void make_rows(const Step& step, int64_t begin, int64_t end, float* target, const Input& in) const;
+    void tiles(const Step& step, int64_t begin, int64_t end, const Input& in) const;
 
     std::unique_ptr<NormOp> norm_;
     std::unique_ptr<GateOp> gate_;
-    Counter next_row_, next_unit_;
 };
 
 class AttendOp final : public Op {
 public:
     AttendOp() : Op(OpKind::ATTEND) {}
-    void plan(Step& step) override;
+    void plan(Step& step, std::vector<Stage>& stages) override;
     size_t scratch_bytes(const Step& step) const override;
-    bool is_serial(const Step& step) const override;
-    void run(const Step& step, const Worker& worker) override;
+    void work(const Step& step, int stage, const Claim& claim, const Worker& worker) override;
 
     const float* q = nullptr;
     int64_t q_token_stride = 0;
@@ -212,7 +221,6 @@ public:
 
 private:
     std::shared_ptr<AttendPlan> plan_;
-    Counter next_task_, next_merge_;
     std::atomic<int64_t> pairs_{0};
     std::atomic<bool> failed_{false};
 };

@@ -11,7 +11,7 @@ namespace {
 constexpr int kPreferredRows = 96;  // query rows that share a packed tile
 constexpr size_t kPartialLimit = size_t{8} << 20;  // bytes of unit partials one call may hold
 constexpr int64_t kSmallWork = 1 << 17;            // multiply-adds that are not worth sharing
-constexpr int64_t kFewMerges = 64;                 // unit partials that one thread merges for all
+constexpr int64_t kFewPartials = 64;               // unit partials that one thread merges for all
 
 // Rows of one sequence that an item covers, before splitting over units.
 struct Piece {
@@ -172,9 +172,7 @@ void merge_row(const AttendOp& op, const Step& step, const Piece& p, int r) {
 
 }  // namespace
 
-void AttendOp::plan(Step& step) {
-    next_task_.reset();
-    next_merge_.reset();
+void AttendOp::plan(Step& step, std::vector<Stage>& stages) {
     pairs_ = 0;
     failed_ = false;
     const AttendParams& p = shape.params;
@@ -188,41 +186,32 @@ void AttendOp::plan(Step& step) {
         step.attend_plans.push_back(plan_);
     }
     SharedBuffers::grow(step.shared->partial, step.shared->partial_bytes, plan_->partial_bytes);
+    const bool is_serial = step.threads == 1 || plan_->keys * shape.keys.dim < kSmallWork;
+    stages.push_back({this, 0, static_cast<int64_t>(plan_->tasks.size()), 1, true, is_serial});
+    const auto merges = static_cast<int64_t>(plan_->merges.size());
+    if (merges > 0) {
+        stages.push_back({this, 1, merges, 1, false, is_serial || plan_->num_partials <= kFewPartials});
+    }
 }
 
 size_t AttendOp::scratch_bytes(const Step& step) const { return step.kernels->attend_scratch_bytes(shape); }
 
-bool AttendOp::is_serial(const Step& step) const {
-    return step.threads == 1 || plan_->keys * shape.keys.dim < kSmallWork;
-}
-
-void AttendOp::run(const Step& step, const Worker& worker) {
+void AttendOp::work(const Step& step, int stage, const Claim& claim, const Worker& worker) {
     const AttendPlan& plan = *plan_;
-    int64_t begin, end, mine = 0;
-    while (next_task_.take_guided(static_cast<int64_t>(plan.tasks.size()), worker.count, 1, begin, end)) {
-        for (int64_t i = begin; i < end; ++i) {
-            const Task& task = plan.tasks[static_cast<size_t>(i)];
-            const AttendItem item = item_of(*this, step, plan.pieces[task.piece], task.unit_begin, task.unit_end);
-            const int64_t n = step.kernels->attend_item(shape, item, worker.scratch);
-            if (n < 0) failed_ = true;
-            mine += n;
+    int64_t pairs = 0;
+    for (int64_t i = claim.begin; i < claim.end; ++i) {
+        if (stage == 1) {
+            const MergeTask& m = plan.merges[static_cast<size_t>(i)];
+            merge_row(*this, step, plan.pieces[m.piece], m.row);
+            continue;
         }
+        const Task& task = plan.tasks[static_cast<size_t>(i)];
+        const AttendItem item = item_of(*this, step, plan.pieces[task.piece], task.unit_begin, task.unit_end);
+        const int64_t n = step.kernels->attend_item(shape, item, worker.scratch);
+        if (n < 0) failed_ = true;
+        pairs += n;
     }
-    pairs_ += mine;
-    if (plan.merges.empty()) return;
-    const auto rows = static_cast<int64_t>(plan.merges.size());
-    auto merge = [&](int64_t i) {
-        const MergeTask& m = plan.merges[static_cast<size_t>(i)];
-        merge_row(*this, step, plan.pieces[m.piece], m.row);
-    };
-    if (plan.num_partials <= kFewMerges) {
-        worker.barrier([&] {
-            for (int64_t i = 0; i < rows; ++i) merge(i);
-        });
-        return;
-    }
-    worker.barrier();
-    while (next_merge_.take(rows, 1, begin, end)) merge(begin);
+    pairs_ += pairs;
 }
 
 }  // namespace kvern

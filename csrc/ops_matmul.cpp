@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstring>
 
 #include "ops.h"
 
@@ -12,14 +13,15 @@ constexpr int64_t kCacheBytes = 384 << 10;  // activations that stay in the seco
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// What one token set needs: [float copy of made input][int8 codes][block meta].
-struct InputBytes {
-    size_t floats, codes, meta;
-    InputBytes(const Weight& w, int64_t tokens, bool own_floats)
-        : floats(own_floats ? static_cast<size_t>(round_up(tokens * w.cols * 4, 64)) : 0),
-          codes(w.has_quantised ? static_cast<size_t>(round_up(tokens * w.cols, 64)) : 0),
-          meta(w.has_quantised ? static_cast<size_t>(tokens * (w.cols / kBlock)) * sizeof(BlockMeta) : 0) {}
-};
+int64_t bytes_of_codes(const Weight& w, int64_t tokens) {
+    return w.has_quantised ? round_up(tokens * w.cols, 64) : 0;
+}
+
+int64_t bytes_of_meta(const Weight& w, int64_t tokens) {
+    return w.has_quantised ? tokens * (w.cols / kBlock) * static_cast<int64_t>(sizeof(BlockMeta)) : 0;
+}
+
+int64_t bytes_of_floats(const Weight& w, int64_t tokens) { return round_up(tokens * w.cols * 4, 64); }
 
 }  // namespace
 
@@ -49,93 +51,89 @@ bool MatmulOp::take_add(const AddOp& add) {
     return true;
 }
 
-bool MatmulOp::is_quantised_alone(const Step& step) const { return step.tokens <= kAlone; }
+// Where the activations lie that the tiles read.
+struct MatmulOp::Input {
+    float* own;       // this thread's copy of x when every thread makes its own
+    const float* x;
+    int8_t* codes;
+    BlockMeta* meta;
+};
 
-void MatmulOp::plan(Step& step) {
-    next_row_.reset();
-    next_unit_.reset();
-    if (!is_quantised_alone(step)) {
-        const InputBytes need(*weight, step.tokens, false);
-        SharedBuffers::grow(step.shared->quant, step.shared->quant_bytes, need.codes + need.meta);
+// For a few tokens, making the input on every thread is cheaper than making it once and meeting.
+static bool is_made_alone(const Step& step) { return step.tokens <= kAlone; }
+
+void MatmulOp::plan(Step& step, std::vector<Stage>& stages) {
+    const bool is_serial = step.threads == 1 || step.tokens * weight->rows * weight->cols < kSmallWork;
+    if (!is_made_alone(step)) {
+        const int64_t need = bytes_of_codes(*weight, step.tokens) + bytes_of_meta(*weight, step.tokens);
+        SharedBuffers::grow(step.shared->quant, step.shared->quant_bytes, static_cast<size_t>(need));
+        if (weight->has_quantised || norm_ || gate_) stages.push_back({this, 0, step.tokens, 4, false, is_serial});
     }
+    const int64_t least = step.tokens == 1 ? 1 : 2;  // groups go in pairs when tokens share them
+    stages.push_back({this, 1, weight->units, least, true, is_serial});
 }
 
 size_t MatmulOp::scratch_bytes(const Step& step) const {
-    if (!is_quantised_alone(step)) return 0;
-    const InputBytes need(*weight, step.tokens, true);
-    return need.floats + need.codes + need.meta;
+    if (!is_made_alone(step)) return 0;
+    return static_cast<size_t>(bytes_of_floats(*weight, step.tokens) + bytes_of_codes(*weight, step.tokens) +
+                               bytes_of_meta(*weight, step.tokens));
 }
 
-bool MatmulOp::is_serial(const Step& step) const {
-    return step.threads == 1 || step.tokens * weight->rows * weight->cols < kSmallWork;
+MatmulOp::Input MatmulOp::input_of(const Step& step, const Worker& worker) const {
+    const bool alone = is_made_alone(step);
+    uint8_t* at = alone ? worker.scratch : step.shared->quant.get();
+    Input in{reinterpret_cast<float*>(at), x, nullptr, nullptr};
+    if (alone) at += bytes_of_floats(*weight, step.tokens);
+    in.codes = reinterpret_cast<int8_t*>(at);
+    in.meta = reinterpret_cast<BlockMeta*>(at + bytes_of_codes(*weight, step.tokens));
+    if (alone && (norm_ || gate_)) in.x = in.own;
+    return in;
 }
 
-const float* MatmulOp::make_input(const Step& step, int64_t begin, int64_t end, float* target) const {
-    if (norm_) {
-        norm_->to(step, begin, end, target);
-    } else if (gate_) {
-        gate_->to(step, begin, end, target);
-    } else {
-        return x;
-    }
-    return target;
+void MatmulOp::make_rows(const Step& step, int64_t begin, int64_t end, float* target, const Input& in) const {
+    if (norm_) norm_->to(step, begin, end, target);
+    if (gate_) gate_->to(step, begin, end, target);
+    if (weight->has_quantised) step.kernels->quantise_rows(in.x, weight->cols, begin, end, in.codes, in.meta);
 }
 
-void MatmulOp::run(const Step& step, const Worker& worker) {
-    const bool alone = is_quantised_alone(step);
-    const InputBytes size(*weight, step.tokens, alone);
-    uint8_t* buffer = alone ? worker.scratch : step.shared->quant.get();
-    auto* codes = reinterpret_cast<int8_t*>(buffer + size.floats);
-    auto* meta = reinterpret_cast<BlockMeta*>(buffer + size.floats + size.codes);
-    float* shared_input = const_cast<float*>(x);
-    if (alone) {  // doing it on every thread is cheaper than meeting
-        const bool keeps = worker.count == 1 || worker.id == 0;
-        const float* input =
-            make_input(step, 0, step.tokens, keeps ? shared_input : reinterpret_cast<float*>(buffer));
-        if (weight->has_quantised) step.kernels->quantise_rows(input, weight->cols, 0, step.tokens, codes, meta);
-        return tiles(step, worker, input, codes, meta);
-    }
-    if (weight->has_quantised || norm_ || gate_) {
-        int64_t begin, end;
-        while (next_row_.take(step.tokens, 4, begin, end)) {
-            make_input(step, begin, end, shared_input);
-            if (weight->has_quantised) step.kernels->quantise_rows(x, weight->cols, begin, end, codes, meta);
+void MatmulOp::work(const Step& step, int stage, const Claim& claim, const Worker& worker) {
+    const Input in = input_of(step, worker);
+    if (stage == 0) return make_rows(step, claim.begin, claim.end, const_cast<float*>(x), in);
+    if (claim.is_first && is_made_alone(step)) {
+        make_rows(step, 0, step.tokens, in.own, in);
+        // Whoever has the first units leaves the made input for others to read.
+        if (claim.begin == 0 && in.x == in.own) {
+            std::memcpy(const_cast<float*>(x), in.own, static_cast<size_t>(step.tokens * weight->cols) * 4);
         }
-        worker.barrier();
     }
-    tiles(step, worker, x, codes, meta);
+    tiles(step, claim.begin, claim.end, in);
 }
 
-void MatmulOp::tiles(const Step& step, const Worker& worker, const float* input, const int8_t* codes,
-                     const BlockMeta* meta) {
+void MatmulOp::tiles(const Step& step, int64_t begin, int64_t end, const Input& in) const {
     const Weight& w = *weight;
     const int64_t blocks = w.cols / kBlock;
-    const int64_t least = step.tokens == 1 ? 1 : 2;  // groups go in pairs when tokens share them
     const int64_t row_bytes = w.cols * (w.has_float ? 4 : 1);
     const int64_t tokens_at_once = std::max<int64_t>(48, kCacheBytes / row_bytes / 12 * 12);
-    int64_t begin, end;
-    while (next_unit_.take_guided(w.units, worker.count, least, begin, end)) {
-        for (int64_t u = begin; u < end;) {
-            const Segment& s = w.segment_of_unit(u);
-            const int64_t first = (u - s.first_unit) * s.unit_groups;
-            const int64_t units = std::min(end, s.first_unit + s.units) - u;
-            const int64_t count = std::min(units * s.unit_groups, s.groups - first);
-            const int64_t row = first * kGroupRows;
-            const uint8_t* data = s.data.get() + first * s.group_bytes;
-            for (int64_t t = 0; t < step.tokens; t += tokens_at_once) {
-                const int64_t n = std::min(tokens_at_once, step.tokens - t);
-                const int64_t at = t * w.rows + s.first_row + row;
-                const MatmulOut to{out + at, add_to ? add_to + at : nullptr, w.rows};
-                if (is_quantised(s.type)) {
-                    const QuantRows q{codes + t * w.cols, meta + t * blocks, w.cols};
-                    step.kernels->matmul_quant(s.type, data, s.group_bytes, count, s.rows - row, q, n, to);
-                } else {
-                    step.kernels->matmul_float(s.type, data, s.group_bytes, count, s.rows - row,
-                                               input + t * w.cols, w.cols, n, to);
-                }
+    for (int64_t u = begin; u < end;) {
+        const Segment& s = w.segment_of_unit(u);
+        const int64_t first = (u - s.first_unit) * s.unit_groups;
+        const int64_t units = std::min(end, s.first_unit + s.units) - u;
+        const int64_t count = std::min(units * s.unit_groups, s.groups - first);
+        const int64_t row = first * kGroupRows;
+        const uint8_t* data = s.data.get() + first * s.group_bytes;
+        for (int64_t t = 0; t < step.tokens; t += tokens_at_once) {
+            const int64_t n = std::min(tokens_at_once, step.tokens - t);
+            const int64_t at = t * w.rows + s.first_row + row;
+            const MatmulOut to{out + at, add_to ? add_to + at : nullptr, w.rows};
+            if (is_quantised(s.type)) {
+                const QuantRows q{in.codes + t * w.cols, in.meta + t * blocks, w.cols};
+                step.kernels->matmul_quant(s.type, data, s.group_bytes, count, s.rows - row, q, n, to);
+            } else {
+                step.kernels->matmul_float(s.type, data, s.group_bytes, count, s.rows - row, in.x + t * w.cols,
+                                           w.cols, n, to);
             }
-            u += units;
         }
+        u += units;
     }
 }
 

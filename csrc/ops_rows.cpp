@@ -18,16 +18,13 @@ void SharedBuffers::grow(Bytes& buffer, size_t& have, size_t need) {
     have = need;
 }
 
-bool RowOp::is_serial(const Step& step) const {
-    return step.threads == 1 || step.tokens == 1 || step.tokens * work_per_row() < kSmallWork;
+void RowOp::plan(Step& step, std::vector<Stage>& stages) {
+    const bool is_serial = step.threads == 1 || step.tokens == 1 || step.tokens * work_per_row() < kSmallWork;
+    const int64_t chunk = std::max<int64_t>(1, step.tokens / (4 * step.threads));
+    stages.push_back({this, 0, step.tokens, chunk, false, is_serial});
 }
 
-void RowOp::run(const Step& step, const Worker& worker) {
-    if (worker.count == 1) return rows(step, 0, step.tokens);
-    const int64_t chunk = std::max<int64_t>(1, step.tokens / (4 * worker.count));
-    int64_t begin, end;
-    while (next_.take(step.tokens, chunk, begin, end)) rows(step, begin, end);
-}
+void RowOp::work(const Step& step, int, const Claim& claim, const Worker&) { rows(step, claim.begin, claim.end); }
 
 void EmbedOp::rows(const Step& step, int64_t begin, int64_t end) const {
     for (int64_t t = begin; t < end; ++t) weight->decode_row(step.token_ids[t], out + t * weight->cols);

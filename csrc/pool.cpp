@@ -1,7 +1,10 @@
 #include "pool.h"
 
+#include <pthread.h>
+
 #include <system_error>
 #include <thread>
+#include <vector>
 
 #include "weights.h"
 
@@ -12,11 +15,13 @@
 #else
 #include <condition_variable>
 #endif
-#include <pthread.h>
 
 namespace kvern {
 
 namespace {
+
+constexpr int kSpins = 1000;         // about 10 to 40 microseconds
+constexpr uint32_t kClosed = 1u << 31;
 
 std::atomic<uint64_t> fork_generation{0};
 
@@ -30,82 +35,79 @@ inline void relax() {
 #endif
 }
 
-// A number that threads wait on: they spin briefly, then sleep in the kernel.
-class Gate {
-public:
-    uint32_t value() const { return value_.load(std::memory_order_acquire); }
-
-    void advance() {
-        value_.fetch_add(1);
-        if (sleepers_.load() != 0) wake();
-    }
-
-    void wait_past(uint32_t old, int spins) {
-        for (int i = 0; i < spins; ++i) {
-            if (value() != old) return;
-            relax();
-        }
-        sleepers_.fetch_add(1);
-        while (value_.load() == old) sleep(old);
-        sleepers_.fetch_sub(1);
-    }
-
-private:
-#if defined(__linux__)
-    void wake() { syscall(SYS_futex, &value_, FUTEX_WAKE_PRIVATE, 0x7fffffff, nullptr, nullptr, 0); }
-    void sleep(uint32_t old) { syscall(SYS_futex, &value_, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0); }
-#else
-    void wake() {
-        std::lock_guard<std::mutex> hold(mutex_);
-        changed_.notify_all();
-    }
-    void sleep(uint32_t old) {
-        std::unique_lock<std::mutex> hold(mutex_);
-        changed_.wait(hold, [&] { return value_.load() != old; });
-    }
-    std::mutex mutex_;
-    std::condition_variable changed_;
-#endif
-    alignas(64) std::atomic<uint32_t> value_{0};
-    std::atomic<uint32_t> sleepers_{0};
-};
-
 }  // namespace
+
+#if defined(__linux__)
+struct Gate::Sleeper {
+    void wake(std::atomic<uint32_t>& value) {
+        syscall(SYS_futex, &value, FUTEX_WAKE_PRIVATE, 0x7fffffff, nullptr, nullptr, 0);
+    }
+    void sleep(std::atomic<uint32_t>& value, uint32_t old) {
+        syscall(SYS_futex, &value, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
+    }
+};
+#else
+struct Gate::Sleeper {
+    void wake(std::atomic<uint32_t>&) {
+        std::lock_guard<std::mutex> hold(mutex);
+        changed.notify_all();
+    }
+    void sleep(std::atomic<uint32_t>& value, uint32_t old) {
+        std::unique_lock<std::mutex> hold(mutex);
+        changed.wait(hold, [&] { return value.load() != old; });
+    }
+    std::mutex mutex;
+    std::condition_variable changed;
+};
+#endif
+
+Gate::Gate() : sleeper_(new Sleeper) {}
+Gate::~Gate() = default;
+
+void Gate::set(uint32_t value) {
+    value_.store(value);
+    if (sleepers_.load() != 0) sleeper_->wake(value_);
+}
+
+void Gate::wait_past(uint32_t old, int spins) {
+    for (int i = 0; i < spins; ++i) {
+        if (value() != old) return;
+        relax();
+    }
+    sleepers_.fetch_add(1);
+    while (value_.load() == old) sleeper_->sleep(value_, old);
+    sleepers_.fetch_sub(1);
+}
 
 struct PoolState {
     std::vector<std::thread> threads;
     std::vector<Bytes> scratch;
     size_t scratch_bytes = 0;
     const std::function<void(const Worker&)>* job = nullptr;
-    int active = 1;       // threads of the current region
-    bool stopping = false;
     int spins = 0;
-    Gate start, done, meet;
-    alignas(64) std::atomic<int> running{0};
-    alignas(64) std::atomic<int> arrived{0};
+    std::atomic<bool> stopping{false};
+    Gate start;    // counts regions
+    Gate emptied;  // counts regions that were waited for
+    // Threads inside the region; kClosed once the caller is done: then nobody enters.
+    alignas(64) std::atomic<uint32_t> inside{kClosed};
+
+    bool enter() {
+        uint32_t now = inside.load();
+        do {
+            if (now & kClosed) return false;
+        } while (!inside.compare_exchange_weak(now, now + 1));
+        return true;
+    }
+    void leave() {
+        if (inside.fetch_sub(1) - 1 == kClosed) emptied.set(emptied.value() + 1);
+    }
+    void close() {
+        const uint32_t turn = emptied.value();
+        if (inside.fetch_or(kClosed) != 0) emptied.wait_past(turn, spins);
+    }
 };
 
-uint32_t Worker::turn_now() const { return state->meet.value(); }
-
-bool Worker::is_last_to_arrive() const { return state->arrived.fetch_add(1) + 1 == count; }
-
-void Worker::release() const {
-    state->arrived.store(0);
-    state->meet.advance();
-}
-
-void Worker::wait_past(uint32_t turn) const { state->meet.wait_past(turn, state->spins); }
-
 namespace {
-
-Worker worker_of(PoolState* s, int id) {
-    Worker w;
-    w.id = id;
-    w.count = s->active;
-    w.scratch = s->scratch[static_cast<size_t>(id)].get();
-    w.state = s;
-    return w;
-}
 
 void serve(PoolState* s, int id) {
     uint32_t turn = 0;
@@ -113,8 +115,9 @@ void serve(PoolState* s, int id) {
         s->start.wait_past(turn, s->spins);
         turn = s->start.value();
         if (s->stopping) return;
-        if (id < s->active) (*s->job)(worker_of(s, id));
-        if (s->running.fetch_sub(1) == 1) s->done.advance();
+        if (!s->enter()) continue;
+        (*s->job)({id, s->scratch[static_cast<size_t>(id)].get()});
+        s->leave();
     }
 }
 
@@ -124,13 +127,15 @@ ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads), mutex_(new 
     static const int registered = pthread_atfork(nullptr, nullptr, after_fork_in_child);
     (void)registered;
     generation_ = fork_generation.load();
+    // Spinning helps only while every thread has a core of its own.
+    spins_ = num_threads <= static_cast<int>(std::thread::hardware_concurrency()) ? kSpins : 20;
 }
 
 ThreadPool::~ThreadPool() {
     if (generation_ != fork_generation.load()) return;  // the parent's threads: nothing to stop here
     if (state_) {
         state_->stopping = true;
-        state_->start.advance();
+        state_->start.set(state_->start.value() + 1);
         for (std::thread& t : state_->threads) t.join();
         delete state_;
     }
@@ -141,9 +146,7 @@ PoolState* ThreadPool::live_state() {
     if (!state_) {
         state_ = new PoolState;
         state_->scratch.resize(static_cast<size_t>(num_threads_));
-        // Spinning helps only while every thread has a core of its own.
-        const int cores = static_cast<int>(std::thread::hardware_concurrency());
-        state_->spins = num_threads_ <= cores ? 2000 : 20;
+        state_->spins = spins_;
         try {
             for (int id = 1; id < num_threads_; ++id) state_->threads.emplace_back(serve, state_, id);
         } catch (const std::system_error&) {
@@ -153,7 +156,7 @@ PoolState* ThreadPool::live_state() {
     return state_;
 }
 
-void ThreadPool::run(int threads, size_t scratch_bytes, const std::function<void(const Worker&)>& job) {
+void ThreadPool::run(bool is_shared, size_t scratch_bytes, const std::function<void(const Worker&)>& job) {
     const uint64_t generation = fork_generation.load();
     if (generation != generation_) {  // after a fork: the old threads do not exist here
         generation_ = generation;
@@ -166,18 +169,13 @@ void ThreadPool::run(int threads, size_t scratch_bytes, const std::function<void
         for (Bytes& b : s->scratch) b = allocate_bytes(scratch_bytes);
         s->scratch_bytes = scratch_bytes;
     }
-    const int available = static_cast<int>(s->threads.size()) + 1;
-    s->active = threads < 1 ? 1 : threads > available ? available : threads;
-    if (s->active == 1) {
-        job(worker_of(s, 0));
-        return;
-    }
+    const Worker caller{0, s->scratch[0].get()};
+    if (!is_shared || num_threads_ == 1) return job(caller);
     s->job = &job;
-    s->running.store(available - 1);
-    const uint32_t turn = s->done.value();
-    s->start.advance();
-    job(worker_of(s, 0));
-    s->done.wait_past(turn, s->spins);
+    s->inside.store(0);
+    s->start.set(s->start.value() + 1);
+    job(caller);
+    s->close();
 }
 
 }  // namespace kvern

@@ -1,50 +1,37 @@
-// One pool of threads, its size settable. A region runs one function on all of them; inside it threads
-// may meet at barriers. Idle workers spin for some microseconds, then sleep until woken.
+// One pool of threads, its size settable. A region runs one function on the caller and on every thread
+// that wakes in time; work is claimed in pieces, so a thread that the system keeps waiting holds nobody
+// up unless it has claimed a piece. Idle threads spin for some microseconds, then sleep until woken.
 #pragma once
 #include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <vector>
 
 namespace kvern {
 
 struct PoolState;
 
 // What a thread of a region knows about itself.
-class Worker {
-public:
-    int id = 0;
-    int count = 1;
+struct Worker {
+    int id = 0;                  // the caller is 0
     uint8_t* scratch = nullptr;  // this thread's own, as large as the region asked for
+};
 
-    void barrier() const {
-        barrier([] {});
-    }
-    // The last to arrive calls last() before anybody goes on.
-    template <class Last>
-    void barrier(Last&& last) const {
-        if (count == 1) {
-            last();
-            return;
-        }
-        const uint32_t turn = turn_now();
-        if (is_last_to_arrive()) {
-            last();
-            release();
-        } else {
-            wait_past(turn);
-        }
-    }
-
-    PoolState* state = nullptr;
+// A number that threads wait on: they spin briefly, then sleep in the kernel.
+class Gate {
+public:
+    Gate();
+    ~Gate();
+    uint32_t value() const { return value_.load(std::memory_order_acquire); }
+    void set(uint32_t value);
+    void wait_past(uint32_t old, int spins);
 
 private:
-    uint32_t turn_now() const;
-    bool is_last_to_arrive() const;
-    void release() const;
-    void wait_past(uint32_t turn) const;
+    struct Sleeper;  // what the platform needs beside the number
+    alignas(64) std::atomic<uint32_t> value_{0};
+    std::atomic<uint32_t> sleepers_{0};
+    std::unique_ptr<Sleeper> sleeper_;
 };
 
 class ThreadPool {
@@ -55,15 +42,18 @@ public:
     ThreadPool& operator=(const ThreadPool&) = delete;
 
     int num_threads() const { return num_threads_; }
+    // How often a thread looks before it sleeps.
+    int spins() const { return spins_; }
 
-    // Runs job(worker) on `threads` threads (at most all), the caller being number 0; returns when all
-    // are done. One region at a time: a second caller waits. Jobs must not throw.
-    void run(int threads, size_t scratch_bytes, const std::function<void(const Worker&)>& job);
+    // Runs job(worker) here and, when `is_shared`, on all other threads that arrive before it is done here;
+    // returns when every thread has left. One region at a time: a second caller waits. Jobs must not throw.
+    void run(bool is_shared, size_t scratch_bytes, const std::function<void(const Worker&)>& job);
 
 private:
     PoolState* live_state();
 
     int num_threads_;
+    int spins_;
     std::mutex* mutex_;
     PoolState* state_ = nullptr;
     uint64_t generation_ = 0;  // counts forks: a child starts threads of its own
@@ -73,6 +63,7 @@ private:
 class Counter {
 public:
     void reset() { next_.store(0, std::memory_order_relaxed); }
+
     bool take(int64_t total, int64_t chunk, int64_t& begin, int64_t& end) {
         begin = next_.fetch_add(chunk, std::memory_order_relaxed);
         end = begin + chunk < total ? begin + chunk : total;

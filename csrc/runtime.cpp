@@ -13,11 +13,41 @@ std::unique_ptr<Weight> Runtime::prepare(const std::vector<RawTensor>& tensors, 
     auto w = std::make_unique<Weight>(tensors, cols, as_float);
     Counter next;
     std::lock_guard<std::mutex> hold(mutex_);
-    pool_.run(w->bytes < 65536 ? 1 : num_threads(), 0, [&](const Worker&) {
+    pool_.run(w->bytes >= 65536, 0, [&](const Worker&) {
         int64_t begin, end;
         while (next.take(w->units, 4, begin, end)) w->pack(tensors, begin, end);
     });
     return w;
+}
+
+// Runs serial stages from `i` on, on the calling thread; returns the first stage that is shared.
+static size_t run_serial(const Step& step, const std::vector<Stage>& stages, size_t i, const Worker& worker) {
+    for (; i < stages.size() && stages[i].is_serial; ++i) {
+        stages[i].op->work(step, stages[i].index, {0, stages[i].units, true}, worker);
+    }
+    return i;
+}
+
+void Runtime::serve_stages(const Step& step, const Worker& worker) {
+    uint32_t now = current_.value();
+    while (now < stages_.size()) {
+        const Stage& stage = stages_[now];
+        Progress& progress = progress_[now];
+        Claim claim{0, 0, true};
+        while (stage.is_guided
+                   ? progress.next.take_guided(stage.units, step.threads, stage.least, claim.begin, claim.end)
+                   : progress.next.take(stage.units, stage.least, claim.begin, claim.end)) {
+            stage.op->work(step, stage.index, claim, worker);
+            claim.is_first = false;
+            const int64_t mine = claim.end - claim.begin;
+            if (progress.done.fetch_add(mine) + mine == stage.units) {
+                // The last unit is done: here, so what is not worth sharing goes on here.
+                current_.set(static_cast<uint32_t>(run_serial(step, stages_, now + 1, worker)));
+            }
+        }
+        current_.wait_past(now, pool_.spins());
+        now = current_.value();
+    }
 }
 
 int64_t Runtime::execute(Step& step, const std::vector<Op*>& ops) {
@@ -25,36 +55,31 @@ int64_t Runtime::execute(Step& step, const std::vector<Op*>& ops) {
     step.shared = &shared_;
     step.threads = num_threads();
     if (step.tokens == 0) return 0;
+    stages_.clear();
     size_t scratch = 0;
-    bool is_shared = false;
     for (Op* op : ops) {
-        op->plan(step);
+        op->plan(step, stages_);
         scratch = std::max(scratch, op->scratch_bytes(step));
-        is_shared = is_shared || !op->is_serial(step);
     }
-    pool_.run(is_shared ? step.threads : 1, scratch, [&](const Worker& worker) {
-        Worker alone = worker;
-        alone.count = 1;
-        size_t i = 0;
-        // What one thread does for all is done by whoever arrives last, while the others wait anyway.
-        auto run_serial = [&](size_t from) {
-            for (; from < ops.size() && ops[from]->is_serial(step); ++from) ops[from]->run(step, alone);
-        };
-        auto skip_serial = [&] {
-            while (i < ops.size() && ops[i]->is_serial(step)) ++i;
-        };
-        if (ops[0]->is_serial(step)) {
-            worker.barrier([&] { run_serial(0); });
-            skip_serial();
+    while (progress_.size() < stages_.size()) progress_.emplace_back();
+    bool is_shared = false;
+    for (size_t i = 0; i < stages_.size(); ++i) {
+        progress_[i].next.reset();
+        progress_[i].done.store(0, std::memory_order_relaxed);
+        is_shared = is_shared || !stages_[i].is_serial;
+    }
+    current_.set(0);
+    if (!is_shared) {
+        pool_.run(false, scratch, [&](const Worker& worker) { run_serial(step, stages_, 0, worker); });
+    } else {
+        // Before the region opens nobody else looks at the stages.
+        if (stages_.front().is_serial) {
+            pool_.run(false, scratch, [&](const Worker& worker) {
+                current_.set(static_cast<uint32_t>(run_serial(step, stages_, 0, worker)));
+            });
         }
-        while (i < ops.size()) {
-            ops[i]->run(step, worker);
-            ++i;
-            if (i == ops.size()) break;  // the region's end is a barrier
-            worker.barrier([&] { run_serial(i); });
-            skip_serial();
-        }
-    });
+        pool_.run(true, scratch, [&](const Worker& worker) { serve_stages(step, worker); });
+    }
     int64_t pairs = 0;
     for (const Op* op : ops) {
         if (op->kind != OpKind::ATTEND) continue;

@@ -1,6 +1,8 @@
 // The operations on whole batches: a pool of threads, the kernels of one path, the buffers between
 // operations, and the recording of programs.
 #pragma once
+#include <atomic>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -49,6 +51,7 @@ private:
     };
 
     int64_t execute(Step& step, const std::vector<Op*>& ops);
+    void serve_stages(const Step& step, const Worker& worker);
     void record(std::unique_ptr<Op> op, int64_t tokens, const int32_t* token_ids, const StepBatch* batch);
     int find_batch(Op& op, const StepBatch& batch) const;
 
@@ -57,6 +60,15 @@ private:
     std::mutex mutex_;  // one operation or program at a time: they share the buffers
     SharedBuffers shared_;
     std::unique_ptr<Recording> recording_;
+
+    // The stages being run, and which of them is on.
+    struct Progress {
+        Counter next;
+        alignas(64) std::atomic<int64_t> done{0};
+    };
+    std::vector<Stage> stages_;
+    std::deque<Progress> progress_;  // never moves
+    Gate current_;
 };
 
 }  // namespace kvern
