@@ -185,6 +185,8 @@ class LayerConfig:
         has_value_norm: values are RMS-normed per head, without a weight.
         keys_are_values: values are the projected keys before their norm; there is no projection of them.
         is_gated: the feed-forward part is ``act(gate) * up`` rather than ``act(up)``.
+        sparsity: share of the gate's elements that are cut to 0 where their distribution is normal
+            (Gemma 3n); 0 for none.
         latent: set for multi-head latent attention.
         state: set for a token mixer with a recurrent state instead of attention; heads and dims are
             then 0.
@@ -211,6 +213,7 @@ class LayerConfig:
     has_value_norm: bool = False
     keys_are_values: bool = False
     is_gated: bool = True
+    sparsity: float = 0.0
     latent: LatentConfig | None = None
     state: DeltaNetConfig | MambaConfig | ShortConvConfig | None = None
     experts: ExpertsConfig | None = None
@@ -241,7 +244,10 @@ class DecoderConfig:
         num_learned_positions: rows of a learned position embedding; 0 for none.
         position_offset: added to a position before it is looked up there.
         per_layer_size: width of an embedding of each token for each layer (Gemma 3n and 4); 0 for none.
+        per_layer_vocab_size: rows of that embedding; 0 for those of the usual one.
         per_layer_activation: of the gate on it.
+        num_streams: parallel residual streams (Gemma 3n's AltUp); 0 for the usual one.
+        laurel_rank: of the low-rank residual beside attention that goes with them.
         has_layer_scale: each layer's result is multiplied by a learned number.
         qkv_bias: q, k and v carry a bias vector, and `output_bias`, `mlp_bias` likewise.
     """
@@ -266,7 +272,10 @@ class DecoderConfig:
     num_learned_positions: int = 0
     position_offset: int = 0
     per_layer_size: int = 0
+    per_layer_vocab_size: int = 0
     per_layer_activation: str = "gelu_tanh"
+    num_streams: int = 0
+    laurel_rank: int = 0
     has_layer_scale: bool = False
     qkv_bias: bool = False
     output_bias: bool = False

@@ -29,6 +29,7 @@ from kvern.models.load_mixer import Mixer, mixer_of
 from kvern.models.loader import Loader
 from kvern.models.per_layer import per_layer_inputs_of
 from kvern.models.rowwise import Norm
+from kvern.models.streams import Streams, streams_of
 from kvern.models.weights import WeightSource
 from kvern.models.workspace import StepBuffers, Workspace
 
@@ -77,6 +78,7 @@ class Decoder:
         self.positions = loader.position_embedding()
         self.final_norm = loader.final_norm()
         self.per_layer = per_layer_inputs_of(loader) if config.per_layer_size else None
+        self.streams = streams_of(loader) if config.num_streams else None
         self.layers = [self._layer(loader, index) for index in range(len(config.layers))]
 
     @staticmethod
@@ -121,6 +123,11 @@ class Decoder:
         inputs = None
         if self.per_layer is not None:
             inputs = self.per_layer.prepare(self.backend, token_ids, hidden)
+        if self.streams is not None:
+            assert inputs is not None
+            products = self._stream_layers(self.streams, inputs, buffers, batches, cache, trace)
+            self.final_norm.apply(self.backend, hidden, buffers.normed)
+            return buffers.normed, products
         run_layer = self._parallel_layer if self.config.is_parallel else self._serial_layer
         for index, layer in enumerate(self.layers):
             shared = self.config.layers[index].share_with
@@ -201,6 +208,48 @@ class Decoder:
         layer.feed_forward.run(backend, x, buffers.second_delta, views)
         backend.add(buffers.hidden, buffers.delta)
         backend.add(buffers.hidden, buffers.second_delta)
+        return products
+
+    def _stream_layers(
+        self,
+        streams: Streams,
+        inputs: F32,
+        buffers: StepBuffers,
+        batches: Sequence[AttendBatch],
+        cache: Sequence[LayerCache],
+        trace: LayerTrace | None,
+    ) -> int:
+        """All layers of a decoder with parallel residual streams; leaves their mean in ``buffers.hidden``."""
+        backend, hidden, products = self.backend, buffers.hidden, 0
+        assert self.per_layer is not None
+        num_positions = int(batches[0].positions.max()) + 1
+        current = streams.expand(backend, hidden)
+        for index, layer in enumerate(self.layers):
+            assert layer.mixer is not None
+            assert layer.feed_forward is not None
+            views, shared = buffers.layers[index], self.config.layers[index].share_with
+            own = cache[index if shared is None else shared]
+            predicted = streams.predict(backend, index, current)
+            hidden[...] = predicted[0]
+            x = self._normed(layer.attention_norm, buffers)
+            laurel = streams.laurel(backend, index, x)
+            products += layer.mixer.run(
+                backend, x, buffers.delta, views, batches[own.group], own, num_positions
+            )
+            self._add(layer.post_attention_norm, buffers)
+            backend.add(hidden, laurel)
+            hidden *= np.float32(2**-0.5)
+            x = self._normed(layer.mlp_norm, buffers)
+            layer.feed_forward.run(backend, x, buffers.delta, views)
+            self._add(layer.post_mlp_norm, buffers)
+            current = streams.correct(backend, index, predicted, hidden)
+            gate = current[0] * streams.layers[index].scale
+            added = self.per_layer.gated(backend, index, inputs, gate)
+            for stream in current[1:]:
+                stream += added
+            if trace is not None:
+                trace(index, current[0])
+        streams.collapse(backend, current, hidden)
         return products
 
     def _normed(self, norm: Norm | None, buffers: StepBuffers) -> F32:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvern.kernels.protocol import Backend, Weight
 from kvern.models.config import ExpertsConfig, LayerConfig
-from kvern.models.rowwise import largest, plain_activation, sigmoid, softmax
+from kvern.models.rowwise import cut_to_sparsity, largest, plain_activation, sigmoid, softmax
 from kvern.models.workspace import LayerBuffers
 
 F32 = npt.NDArray[np.float32]
@@ -41,6 +41,8 @@ class Dense:
         backend.matmul(x, weights.gate_up, projected)
         if weights.gate_up_bias is not None:
             projected += weights.gate_up_bias
+        if self.layer.sparsity:
+            cut_to_sparsity(projected[:, : self.layer.intermediate_size], self.layer.sparsity)
         if self.layer.is_gated:
             backend.gated_activation(projected, self.layer.activation, views.activated)
         else:

@@ -89,6 +89,16 @@ class TensorNames:
     per_layer_gate: str = ""
     per_layer_output: str = ""
     per_layer_output_norm: str = ""
+    stream_router: str = ""
+    stream_router_norm: str = ""
+    stream_predict: str = ""
+    stream_correct: str = ""
+    stream_scale: str = ""
+    stream_in: str = ""
+    stream_out: str = ""
+    laurel_down: str = ""
+    laurel_up: str = ""
+    laurel_norm: str = ""
 
 
 _LAYER = "model.layers.{i}."

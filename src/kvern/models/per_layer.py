@@ -36,7 +36,8 @@ class PerLayerInputs:
         """Every layer's input, ``[T, layers, size]``, from the embedded tokens ``[T, hidden]``."""
         size, shape = len(self.projection_norm), (len(hidden), self.projection.rows)
         own, projected = np.empty(shape, np.float32), np.empty(shape, np.float32)
-        backend.embed(self.embedding, token_ids, own)
+        known = np.where(token_ids < self.embedding.rows, token_ids, np.int32(0))
+        backend.embed(self.embedding, known, own)
         own *= np.float32(size**0.5)
         backend.matmul(hidden, self.projection, projected)
         projected *= np.float32(hidden.shape[1] ** -0.5)
@@ -47,16 +48,20 @@ class PerLayerInputs:
 
     def add(self, backend: Backend, layer: int, inputs: F32, hidden: F32) -> None:
         """Add a layer's input to its result ``hidden [T, hidden]``."""
+        backend.add(hidden, self.gated(backend, layer, inputs, hidden))
+
+    def gated(self, backend: Backend, layer: int, inputs: F32, x: F32) -> F32:
+        """A layer's input, gated by ``x [T, hidden]``, projected up and normed."""
         num_tokens, _, size = inputs.shape
         gate = np.empty((num_tokens, size), np.float32)
-        backend.matmul(hidden, self.gates[layer], gate)
+        backend.matmul(x, self.gates[layer], gate)
         scratch = np.empty((num_tokens, 2 * size), np.float32)
         plain_activation(backend, gate, self.activation, scratch, gate)
         gate *= inputs[:, layer]
-        out, normed = np.empty_like(hidden), np.empty_like(hidden)
+        out, normed = np.empty_like(x), np.empty_like(x)
         backend.matmul(gate, self.outputs[layer], out)
         backend.rms_norm(out, self.output_norms[layer], self.eps, normed)
-        backend.add(hidden, normed)
+        return normed
 
 
 def per_layer_inputs_of(loader: Loader) -> PerLayerInputs:
@@ -66,7 +71,11 @@ def per_layer_inputs_of(loader: Loader) -> PerLayerInputs:
     indices = range(count)
     return PerLayerInputs(
         embedding=loader.prepare(
-            loader.matrix(names.per_layer_embedding, config.vocab_size, count * size)
+            loader.matrix(
+                names.per_layer_embedding,
+                config.per_layer_vocab_size or config.vocab_size,
+                count * size,
+            )
         ),
         projection=loader.prepare(loader.matrix(names.per_layer_input, count * size, hidden)),
         projection_norm=loader.norm_weight(names.per_layer_input_norm, size),

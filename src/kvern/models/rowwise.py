@@ -7,6 +7,7 @@ of one row, in numpy's fixed order, and no matrix product is used.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +57,17 @@ def silu(x: F32) -> F32:
 def softplus(x: F32) -> F32:
     """``log(1 + exp(x))``, and x itself where that is the same number."""
     return np.where(x > 20, x, np.log1p(np.exp(np.minimum(x, np.float32(20)))))
+
+
+def cut_to_sparsity(x: F32, share: float) -> None:
+    """Each row less the value that this share of a normal distribution like it lies below, and not below 0.
+
+    In place, for a view ``[T, n]``.
+    """
+    rows = np.ascontiguousarray(x)
+    deviations = rows - np.mean(rows, axis=-1, keepdims=True)
+    spread = np.sqrt(np.mean(deviations * deviations, axis=-1, keepdims=True))
+    np.maximum(deviations - spread * np.float32(NormalDist().inv_cdf(share)), np.float32(0), out=x)
 
 
 def largest(scores: F32, count: int) -> I64:

@@ -8,6 +8,7 @@ from kvern.models.families.cohere import COHERE
 from kvern.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, MINICPM3
 from kvern.models.families.falcon import FALCON
 from kvern.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from kvern.models.families.gemma3n import GEMMA3N
 from kvern.models.families.gemma4 import GEMMA4
 from kvern.models.families.glm import GLM4_MOE
 from kvern.models.families.gpt import GPT2, GPT_NEOX, GPTJ
@@ -38,6 +39,7 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA,
     GEMMA2,
     GEMMA3,
+    GEMMA3N,
     GEMMA4,
     PHI3,
     OLMO2,
