@@ -255,3 +255,60 @@ def test_no_cache_recomputes_sequences_longer_than_a_step():
     sim = Simulation([full()], 50, no_cache=True, max_num_batched_tokens=8)
     sim.ask("a", list(range(30)), 5)
     assert sim.counters.uncached_recomputed_tokens == sum(range(30, 34))
+
+
+def test_many_small_requests_start_in_one_step():
+    sim = Simulation([full()], 500, max_num_seqs=100, max_num_batched_tokens=1000)
+    for number in range(100):
+        sim.add(f"r{number}", [number] * 5, 2)
+    assert len(sim.step().chunks) == 100
+    sim.run()
+
+
+def test_a_discarded_step_is_carried_out_again():
+    """The executor fails behind the writing: nothing counts, and the answer is right in the end."""
+    for groups in ([full()], [full(), window(6)], [full(), state(2)]):
+        sim = Simulation(groups, 60, max_num_batched_tokens=8, state_checkpoint_tokens=4)
+        request = sim.add("a", list(range(30)), 6, n=2)
+        for number in range(40):
+            if not sim.scheduler.has_work:
+                break
+            if number % 3 == 2:
+                plan = sim.scheduler.plan()
+                sim.executor.execute(plan)
+                sim.scheduler.abort("unknown")
+                assert sim.scheduler.discard(plan) == []
+                sim.scheduler.check_integrity().raise_if_broken()
+            else:
+                sim.step()
+        sim.run()
+        for index in range(2):
+            assert sim.answers["a", index] == right_answer(request, 6, index)
+
+
+def test_nobody_waits_for_a_prefix_of_lower_priority():
+    sim = Simulation([full()], 100, max_num_batched_tokens=16)
+    sim.add("low", list(range(40)), 2, priority=5)
+    sim.step()
+    sim.add("high", list(range(40)), 2)
+    plan = sim.step()
+    assert [piece.seq.request.request_id for piece in plan.chunks] == ["low", "high"]
+    sim.run()
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_to_be_through():
+    sim = Simulation([full(16)], 2000, max_num_batched_tokens=64, check=False)
+    sim.add("long", [token % 50 for token in range(5000)], 2)
+    for _ in range(3):
+        assert sim.step().num_scheduled_tokens == 64
+    sim.add("short", [7] * 90, 2)
+    for number in range(4):
+        plan = sim.step()
+        if number < 3:
+            assert plan.num_scheduled_tokens == 64
+    assert "short" in sim.finished
+    sim.add("a", [8] * 20, 1)
+    sim.add("b", [9] * 10, 1)
+    sim.step()
+    assert {"a", "b"} <= set(sim.started_at)
+    sim.run()

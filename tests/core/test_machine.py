@@ -188,7 +188,7 @@ class Traffic(RuleBasedStateMachine):
                 assert got == want
 
 
-Traffic.TestCase.settings = settings(max_examples=120, stateful_step_count=30)
+Traffic.TestCase.settings = settings(max_examples=90, stateful_step_count=30)
 TestTraffic = Traffic.TestCase
 
 
@@ -196,5 +196,5 @@ class LongTraffic(Traffic):
     """The same for longer."""
 
 
-LongTraffic.TestCase.settings = settings(max_examples=3000, stateful_step_count=60)
+LongTraffic.TestCase.settings = settings(max_examples=1000, stateful_step_count=60)
 TestLongTraffic = pytest.mark.full(LongTraffic.TestCase)

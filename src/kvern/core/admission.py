@@ -16,30 +16,30 @@ from kvern.core.config import STARVATION_FACTOR
 from kvern.core.matching import Match, match, no_match
 from kvern.core.miss import explain
 from kvern.core.plan import RequestStarted
-from kvern.core.planner import extend, lowest_below, withdraw
+from kvern.core.planner import extend, lowest_below, share, withdraw
 from kvern.core.sequence import Sequence
 from kvern.core.state import Draft, SchedulerState
 
-MAX_PASSING = 8
-"""Waiting sequences behind a blocked head that are tried per step."""
+MAX_FAILURES = 16
+"""Waiting sequences that may be looked up in vain per step; the others have to wait for the next."""
 
 
 def admit(state: SchedulerState, draft: Draft) -> None:
     """Start waiting sequences while seats, budget and room last."""
     head: Sequence | None = None
-    num_tried = 0
+    num_failures = 0
     for seq in tuple(state.waiting):
-        if draft.budget <= 0 or num_tried > MAX_PASSING:
+        if draft.budget <= 0 or num_failures >= MAX_FAILURES:
             break
         if seq.book.beam_delivered or is_waiting_for_another(seq):
             continue
         if head is not None and not _may_pass(state, head):
             break
-        num_tried += 1
         if _has_seat(state) and _try_start(state, draft, seq):
             continue
         if _start_instead_of_sibling(state, draft, seq):
             continue
+        num_failures += 1
         if seq.book.waits_for is not None:
             continue
         if head is None:
@@ -170,7 +170,7 @@ def _start(state: SchedulerState, draft: Draft, seq: Sequence, full: Match, foun
         state.counters.copied_tokens += found.tail_tokens
     book.blocked_steps = 0
     _count_hit(state, seq, found.num_tokens, is_first=is_first)
-    extend(state, draft, seq)
+    extend(state, draft, seq, share(draft, not state.waiting))
 
 
 def _count_hit(state: SchedulerState, seq: Sequence, num_tokens: int, *, is_first: bool) -> None:

@@ -1,9 +1,11 @@
 """What the next step computes.
 
 Every running sequence catches its computed tokens up with its tokens: one token behind is a decode,
-more is a prompt (or a resumption). Decodes go first, so a long prompt never stalls them; prompts
-share what is left of the token budget by rank. When the pool is empty, the sequence of the highest
-rank takes the blocks of the lowest, so the first one always advances and every one finishes.
+more is a prompt (or a resumption). Decodes go first, so a long prompt never stalls them. Prompts
+share what is left of the token budget: each takes half of the rest, by rank, so that a short one
+never waits for a long one to be through; what nobody takes goes to the first of them. When the pool
+is empty, the sequence of the highest rank takes the blocks of the lowest, so the first one always
+advances and every one finishes.
 """
 
 from __future__ import annotations
@@ -48,18 +50,36 @@ def plan_running(state: SchedulerState, draft: Draft) -> None:
             draft.budget -= 1
         else:
             slow.append(seq)
-    for seq in (*slow, *behind):
-        if draft.budget <= 0:
-            break
-        if seq.book.is_running:
-            extend(state, draft, seq)
+    for seq in slow:
+        if draft.budget > 0 and seq.book.is_running:
+            extend(state, draft, seq, draft.budget)
+    for place, seq in enumerate(behind, 1):
+        if draft.budget > 0 and seq.book.is_running:
+            is_last = place == len(behind) and not state.waiting
+            extend(state, draft, seq, share(draft, is_last))
 
 
-def extend(state: SchedulerState, draft: Draft, seq: Sequence) -> bool:
+def share(draft: Draft, is_last: bool) -> int:
+    """Tokens for one prompt: half of what is left, so that those behind it advance as well."""
+    return draft.budget if is_last else (draft.budget + 1) // 2
+
+
+def top_up(state: SchedulerState, draft: Draft) -> None:
+    """Give what is left of the budget to the prompts of the step, by rank."""
+    if draft.budget <= 0:
+        return
+    for seq in tuple(state.running):
+        chunk = draft.chunks.get(seq.seq_id)
+        if chunk is not None and chunk.start + chunk.length < seq.num_tokens:
+            withdraw(draft, seq)
+            extend(state, draft, seq, draft.budget)
+
+
+def extend(state: SchedulerState, draft: Draft, seq: Sequence, limit: int) -> bool:
     """Plan as long a chunk of a running sequence as limits and room allow."""
     config, residency = state.config, state.residency
     start = seq.num_computed_tokens
-    length = min(seq.num_tokens - start, draft.budget, config.max_chunk_tokens or draft.budget)
+    length = min(seq.num_tokens - start, limit, config.max_chunk_tokens or limit)
     if residency.wants_checkpoint(seq):
         spare_pages = residency.pages_needed(seq, start + length)
         copies = residency.copy_states(seq, draft.ops, spare_pages)

@@ -24,7 +24,7 @@ from kvern.core.index import PrefixIndex
 from kvern.core.integrity import IntegrityReport, check_integrity
 from kvern.core.pinning import pin_prefix
 from kvern.core.plan import Event, StepPlan, StepResult
-from kvern.core.planner import plan_running, settle_forks
+from kvern.core.planner import plan_running, settle_forks, top_up
 from kvern.core.residency import Residency
 from kvern.core.rules import make_rules, span_tokens
 from kvern.core.sequence import Request, Sequence, token_array
@@ -169,6 +169,7 @@ class Scheduler:
         plan_running(state, draft)
         if state.waiting:
             admit(state, draft)
+        top_up(state, draft)
         self._step += 1
         self._draft = draft
         self._plan = StepPlan(
