@@ -82,7 +82,9 @@ def save_gguf(path: Path, model: Any, case: GGUFCase) -> None:
     writer.add_vocab_size(config.vocab_size)
     _add_numbers(writer, config)
     for key, value in case.keys:
-        if isinstance(value, int):
+        if isinstance(value, str):
+            writer.add_string(f"{arch}.{key}", value)
+        elif isinstance(value, int):
             writer.add_uint32(f"{arch}.{key}", value)
         else:
             writer.add_float32(f"{arch}.{key}", value)

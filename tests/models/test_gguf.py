@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.models.cases import CASES, small
+from tests.models.cases import CASES, YARN, small
 from tests.models.gguf_files import (
     GGUFCase,
     neighbouring_pairs,
@@ -77,9 +77,16 @@ GGUF_CASES: dict[str, GGUFCase] = {
             ("expert_count", 8),
             ("expert_used_count", 3),
             ("expert_shared_count", 2),
+            ("rope.scaling.type", "yarn"),
+            ("rope.scaling.factor", 8.0),
+            ("rope.scaling.original_context_length", 16),
+            ("rope.scaling.yarn_log_multiplier", 0.07),
             ("expert_feed_forward_length", 40),
         ),
-        fields=(("head_dim", None),),
+        fields=(
+            ("head_dim", None),
+            ("rope_scaling", {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}),
+        ),
     ),
     "phi3": GGUFCase("phi3"),
     "olmo2": GGUFCase("olmo2"),

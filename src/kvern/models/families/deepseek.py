@@ -16,6 +16,7 @@ from kvern.models.config import (
     Family,
     LatentConfig,
     LayerConfig,
+    RopeConfig,
 )
 from kvern.models.families.common import (
     activation,
@@ -33,11 +34,23 @@ from kvern.models.rope import scaling_kind
 TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 
 
+def _with_magnitudes(rope: RopeConfig) -> RopeConfig:
+    """YaRN's two magnitudes, which a GGUF file states as one: a tenth of either."""
+    multiplier = rope.scaling.get("yarn_log_multiplier")
+    if multiplier is None:
+        return rope
+    magnitude = 10 * float(multiplier)
+    kept = {key: value for key, value in rope.scaling.items() if key != "attention_factor"}
+    return replace(rope, scaling={**kept, "mscale": magnitude, "mscale_all_dim": magnitude})
+
+
 def _layer(config: Config, inner: int, interleaved: bool) -> LayerConfig:
     """Latent attention with a dense feed-forward part of width ``inner``."""
     nope, rope_dim = integer(config, "qk_nope_head_dim"), integer(config, "qk_rope_head_dim")
     latent_dim = integer(config, "kv_lora_rank")
-    rope = rope_of({**config, "rotary_dim": rope_dim}, rope_dim, interleaved=interleaved)
+    rope = _with_magnitudes(
+        rope_of({**config, "rotary_dim": rope_dim}, rope_dim, interleaved=interleaved)
+    )
     scale = (nope + rope_dim) ** -0.5
     all_dim = rope.scaling.get("mscale_all_dim")
     if scaling_kind(rope.scaling) != "default" and all_dim and float(rope.scaling["factor"]) > 1:

@@ -28,9 +28,7 @@ SPARSE_LAYERS = 10
 SPARSITY = 0.95
 
 
-def _per_layer(
-    config: Config, field: str, default: float | list[float], count: int
-) -> list[float]:
+def _per_layer(config: Config, field: str, default: float | list[float], count: int) -> list[float]:
     """A field that holds one number for all layers, or one for each."""
     value: float | list[float] = config[field] if config.get(field) is not None else default
     values = list(value) if isinstance(value, list) else [value] * count
