@@ -9,6 +9,8 @@ import pytest
 from tests.models.harness import backend_of
 
 from kvern.kernels.protocol import Backend
+from kvern.models.config import ExpertsConfig
+from kvern.models.feed_forward import Experts, ExpertsWeights
 from kvern.models.rowwise import Norm, largest, plain_activation, sigmoid, silu, softmax, softplus
 
 Operation = Callable[[np.ndarray], np.ndarray]
@@ -86,3 +88,15 @@ def test_extremes_neither_overflow_nor_warn() -> None:
     assert sigmoid(x)[0, 0] == 0 and sigmoid(x)[0, -1] == 1
     assert softplus(x)[0, -1] == 200 and softplus(x)[0, 0] == 0
     assert np.isfinite(softmax(x)).all()
+
+
+def test_the_margin_says_how_near_a_tie_the_choice_is() -> None:
+    config = ExpertsConfig(
+        num_experts=4, num_chosen=2, intermediate_size=8, scoring="softmax_chosen"
+    )
+    experts = Experts(config, ExpertsWeights(object(), None, None, (), None, None))  # type: ignore[arg-type]
+    logits = np.array([[3.0, 1.0, 0.5, 0.0], [2.0, 2.0, 2.0, 2.0]], np.float32)
+    assert experts.margin(logits).tolist() == [0.5, 0.0]
+    chosen, weights = experts.route(logits)
+    assert chosen.tolist() == [[0, 1], [0, 1]]
+    assert np.allclose(weights[1], 0.5)

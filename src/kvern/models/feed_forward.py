@@ -97,13 +97,7 @@ class Experts:
     def route(self, logits: F32) -> tuple[I64, F32]:
         """Chosen experts and their weights, ``[T, num_chosen]``, from logits ``[T, num_experts]``."""
         config = self.config
-        if config.scoring == "softmax":
-            scores = softmax(logits)
-        else:
-            scores = sigmoid(logits) if config.scoring == "sigmoid" else logits
-        ranking = scores if self.weights.score_bias is None else scores + self.weights.score_bias
-        if config.num_groups > 1:
-            ranking = self._within_groups(ranking)
+        scores, ranking = self._ranking(logits)
         chosen = largest(ranking, config.num_chosen)
         weights = np.take_along_axis(scores, chosen, axis=-1)
         if config.scoring == "softmax_chosen":
@@ -115,6 +109,27 @@ class Experts:
         if config.routed_scale != 1.0:
             weights = weights * np.float32(config.routed_scale)
         return chosen, weights
+
+    def margin(self, logits: F32) -> F32:
+        """How clear each row's choice is: the last chosen rank score less the best one left out, ``[T]``."""
+        ranked = -np.sort(-self._ranking(logits)[1], axis=-1)
+        count = self.config.num_chosen
+        if count == self.config.num_experts:
+            return np.full(len(logits), np.inf, np.float32)
+        clear: F32 = ranked[:, count - 1] - ranked[:, count]
+        return clear
+
+    def _ranking(self, logits: F32) -> tuple[F32, F32]:
+        """Scores, and what the choice goes by."""
+        config = self.config
+        if config.scoring == "softmax":
+            scores = softmax(logits)
+        else:
+            scores = sigmoid(logits) if config.scoring == "sigmoid" else logits
+        ranking = scores if self.weights.score_bias is None else scores + self.weights.score_bias
+        if config.num_groups > 1:
+            ranking = self._within_groups(ranking)
+        return scores, ranking
 
     def _within_groups(self, ranking: F32) -> F32:
         """The ranking with all but the best groups of experts out of the choice."""
