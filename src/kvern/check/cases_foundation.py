@@ -13,7 +13,7 @@ from kvern.check.names import Fault
 from kvern.check.sheet import Case, Sheet
 from kvern.check.uncached import UncachedRow
 
-EXACT_LIMIT, NARROW_LIMIT, QUANTISED_LIMIT = 2e-4, 5e-2, 0.2
+EXACT_LIMIT, NARROW_LIMIT, QUANTISED_LIMIT = 2e-4, 5e-2, 0.5
 """Share of the range by which the full pass may differ from the independent one.
 
 Both use the same matrix products, so with float32 keys and values only attention's own rounding is left.

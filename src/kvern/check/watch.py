@@ -95,7 +95,6 @@ class Watch:
         self._uncached = uncached
         self._trace = LayerTrace(trace_layers)
         self._pool = pool_of(llm)
-        self._hashes = llm.model.scheduler.state.index.tree.hash_low
         self._pages = llm.model.store.pages
         state = llm.model.scheduler.state
         view = PoolView(lambda: self._pool.refs, lambda: self._pool.node, lambda: state.running)
@@ -104,7 +103,7 @@ class Watch:
         self._pending: tuple[I32, Sequence[AttendBatch]] | None = None
         self.step = 0
         self._chosen: dict[tuple[str, int, int], int] = {}
-        self._sums: dict[int, tuple[tuple[int, int], int]] = {}
+        self._sums: dict[int, int] = {}
         self._next_to_verify = 0
         self._was_free = np.zeros(plan.num_blocks, np.bool_)
         self._reaches = Counter(
@@ -120,6 +119,7 @@ class Watch:
         wrap(runner.decoder, "forward", self._around_forward)
         wrap(runner.store, "execute", self._around_operations)
         wrap(runner, "execute", self._around_execute)
+        wrap(self._pool, "unpublish", self._around_unpublish)
         self._poison()
 
     # -- around the engine's calls --------------------------------------------------------------------
@@ -146,6 +146,14 @@ class Watch:
             result: StepResult = execute(plan)
             self._note_choices(plan, result)
             return result
+
+        return watched
+
+    def _around_unpublish(self, unpublish: Callable[[I32], None]) -> Callable[[I32], None]:
+        def watched(blocks: I32) -> None:
+            for block in blocks.tolist():
+                self._sums.pop(block, None)
+            unpublish(blocks)
 
         return watched
 
@@ -247,17 +255,9 @@ class Watch:
         budget = max(1, VERIFIED_BYTES_PER_STEP // self._pages.shape[1])
         self._verify(self._next_to_verify, budget)
         for block in np.flatnonzero(nodes).tolist():
-            content = self._content_of(block)
-            if block not in self._sums or self._sums[block][0] != content:
-                self._sums[block] = content, zlib.crc32(self._pages[block])
-        for block in [block for block in self._sums if not nodes[block]]:
-            del self._sums[block]
+            if block not in self._sums:
+                self._sums[block] = zlib.crc32(self._pages[block])
         self._poison()
-
-    def _content_of(self, block: int) -> tuple[int, int]:
-        """What the index says that a published block holds: its node and the node's hash."""
-        node = int(self._pool.node[block])
-        return node, int(self._hashes[node])
 
     def verify_all(self) -> None:
         """Verify every sealed page."""
@@ -268,15 +268,15 @@ class Watch:
         chosen = [blocks[(start + i) % len(blocks)] for i in range(min(count, len(blocks)))]
         self._next_to_verify = (start + len(chosen)) % len(blocks) if blocks else 0
         for block in chosen:
-            content, total = self._sums[block]
-            if self._content_of(block) == content and zlib.crc32(self._pages[block]) != total:
+            total = zlib.crc32(self._pages[block])
+            if total != self._sums[block]:
                 self._find(
                     Fault.BLOCK_OWNER,
-                    f"the bytes of block {block} changed after it was sealed (seen after step {self.step}; "
-                    f"{int(self._pool.refs[block])} sequences hold it)",
+                    f"the bytes of block {block} changed after it was sealed (seen after step "
+                    f"{self.step}; {int(self._pool.refs[block])} sequences hold it)",
                     "checksum",
                 )
-                self._sums[block] = content, zlib.crc32(self._pages[block])
+                self._sums[block] = total
 
     def _poison(self) -> None:
         """Fill pages that came free since the last step, so that a late reader meets NaN."""
