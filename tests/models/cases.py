@@ -162,6 +162,23 @@ CASES = [
         ),
     ),
     Case(
+        "gemma4-moe",
+        "Gemma4ForCausalLM",
+        small(
+            **{
+                **GEMMA4,
+                "num_kv_shared_layers": 0,
+                "hidden_size_per_layer_input": 0,
+                "use_double_wide_mlp": False,
+                "global_head_dim": 16,
+            },
+            enable_moe_block=True,
+            num_experts=6,
+            top_k_experts=2,
+            moe_intermediate_size=40,
+        ),
+    ),
+    Case(
         "phi3",
         "Phi3ForCausalLM",
         small(sliding_window=9),

@@ -115,11 +115,9 @@ def save_model(
 def randomize(torch: Any, name: str, tensor: Any) -> None:
     """Weights that a constant start would leave without effect: norms, biases, sinks, routers."""
     last = name.rsplit(".", 1)[-1]
-    if (
-        "norm" in name
-        or "ln_" in name
-        or last in ("D", "dt_bias", "layer_scalar", "correct_output_scale")
-    ):
+    is_scale = "router" in name and "scale" in last
+    ones = ("D", "dt_bias", "layer_scalar", "correct_output_scale")
+    if "norm" in name or "ln_" in name or last in ones or is_scale:
         tensor.add_(torch.randn_like(tensor), alpha=0.3)
     elif last in ("bias", "sinks", "e_score_correction_bias") or last.endswith("_bias"):
         torch.nn.init.normal_(tensor, std=0.3)

@@ -133,6 +133,7 @@ class ExpertsConfig:
         has_shared_gate: the shared expert's output is multiplied by a learned sigmoid gate.
         has_score_bias: a bias per expert takes part in the choice, not in the weights
             (DeepSeek-V3).
+        has_expert_scale: a chosen expert's weight is multiplied by a learned number of its own.
         has_router_bias: the router is affine.
         has_bias: experts' projections are affine.
         is_gated: as in `LayerConfig`, of routed and shared experts.
@@ -152,6 +153,7 @@ class ExpertsConfig:
     shared_size: int = 0
     has_shared_gate: bool = False
     has_score_bias: bool = False
+    has_expert_scale: bool = False
     has_router_bias: bool = False
     has_bias: bool = False
     is_gated: bool = True
@@ -191,6 +193,8 @@ class LayerConfig:
         state: set for a token mixer with a recurrent state instead of attention; heads and dims are
             then 0.
         experts: set for a layer of experts.
+        has_both: the experts work beside the dense part, on the residual stream itself, and the sum of both,
+            each normed, is the layer's feed-forward result (Gemma 4).
         has_mixer: the layer has a token mixer at all, and `has_feed_forward` likewise.
     """
 
@@ -217,6 +221,7 @@ class LayerConfig:
     latent: LatentConfig | None = None
     state: DeltaNetConfig | MambaConfig | ShortConvConfig | None = None
     experts: ExpertsConfig | None = None
+    has_both: bool = False
     has_mixer: bool = True
     has_feed_forward: bool = True
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from kvern.kernels.protocol import AttendBatch, Backend
 from kvern.models.attention import LayerCache
 from kvern.models.config import DecoderConfig, Family
-from kvern.models.feed_forward import Dense, Experts
+from kvern.models.feed_forward import Dense, DenseBesideExperts, Experts
 from kvern.models.load_feed_forward import feed_forward_of
 from kvern.models.load_mixer import Mixer, mixer_of
 from kvern.models.loader import Loader
@@ -50,7 +50,7 @@ class DecoderLayer:
     mixer: Mixer | None
     post_attention_norm: Norm | None
     mlp_norm: Norm | None
-    feed_forward: Dense | Experts | None
+    feed_forward: Dense | DenseBesideExperts | Experts | None
     post_mlp_norm: Norm | None
     scale: np.float32 | None = None
 
@@ -185,7 +185,7 @@ class Decoder:
             self._add(layer.post_attention_norm, buffers)
         if layer.feed_forward is not None:
             x = self._normed(layer.mlp_norm, buffers)
-            layer.feed_forward.run(backend, x, buffers.delta, views)
+            layer.feed_forward.run(backend, x, buffers.delta, views, buffers.hidden)
             self._add(layer.post_mlp_norm, buffers)
         return products
 
@@ -205,7 +205,7 @@ class Decoder:
         products = layer.mixer.run(backend, x, buffers.delta, views, batch, cache, num_positions)
         if layer.mlp_norm is not None:
             x = self._normed(layer.mlp_norm, buffers)
-        layer.feed_forward.run(backend, x, buffers.second_delta, views)
+        layer.feed_forward.run(backend, x, buffers.second_delta, views, buffers.hidden)
         backend.add(buffers.hidden, buffers.delta)
         backend.add(buffers.hidden, buffers.second_delta)
         return products
@@ -240,7 +240,7 @@ class Decoder:
             backend.add(hidden, laurel)
             hidden *= np.float32(2**-0.5)
             x = self._normed(layer.mlp_norm, buffers)
-            layer.feed_forward.run(backend, x, buffers.delta, views)
+            layer.feed_forward.run(backend, x, buffers.delta, views, buffers.hidden)
             self._add(layer.post_mlp_norm, buffers)
             current = streams.correct(backend, index, predicted, hidden)
             gate = current[0] * streams.layers[index].scale

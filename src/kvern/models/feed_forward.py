@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvern.kernels.protocol import Backend, Weight
 from kvern.models.config import ExpertsConfig, LayerConfig
-from kvern.models.rowwise import cut_to_sparsity, largest, plain_activation, sigmoid, softmax
+from kvern.models.rowwise import Norm, cut_to_sparsity, largest, plain_activation, sigmoid, softmax
 from kvern.models.workspace import LayerBuffers
 
 F32 = npt.NDArray[np.float32]
@@ -34,8 +34,8 @@ class Dense:
         self.layer = layer
         self.weights = weights
 
-    def run(self, backend: Backend, x: F32, out: F32, views: LayerBuffers) -> None:
-        """``out [T, hidden]`` for the normed input ``x [T, hidden]``."""
+    def run(self, backend: Backend, x: F32, out: F32, views: LayerBuffers, residual: F32) -> None:
+        """``out [T, hidden]`` for the normed input ``x [T, hidden]`` of the stream ``residual``."""
         weights = self.weights
         projected = views.gate_up if self.layer.is_gated else views.activated
         backend.matmul(x, weights.gate_up, projected)
@@ -62,6 +62,7 @@ class ExpertsWeights:
     experts: tuple[DenseWeights, ...]
     shared: DenseWeights | None
     shared_router: Weight | None
+    expert_scale: F32 | None = None
 
 
 class Experts:
@@ -72,9 +73,13 @@ class Experts:
         self.config = config
         self.weights = weights
 
-    def run(self, backend: Backend, x: F32, out: F32, views: LayerBuffers) -> None:
+    def run(self, backend: Backend, x: F32, out: F32, views: LayerBuffers, residual: F32) -> None:
         """``out [T, hidden]`` for ``x``: contributions in expert order, then the shared expert."""
-        chosen, weights = self.route(self._router_logits(backend, x))
+        self.apply(backend, x, x, out)
+
+    def apply(self, backend: Backend, x: F32, router_input: F32, out: F32) -> None:
+        """As `run`, with another input for the router."""
+        chosen, weights = self.route(self._router_logits(backend, router_input))
         out[...] = 0
         for expert in np.unique(chosen):
             rows, slots = np.nonzero(chosen == expert)
@@ -108,6 +113,8 @@ class Experts:
             weights = weights / (np.sum(weights, axis=-1, keepdims=True) + np.float32(1e-20))
         if config.routed_scale != 1.0:
             weights = weights * np.float32(config.routed_scale)
+        if self.weights.expert_scale is not None:
+            weights = weights * self.weights.expert_scale[chosen]
         return chosen, weights
 
     def margin(self, logits: F32) -> F32:
@@ -184,3 +191,32 @@ class Experts:
         np.multiply(
             (up + np.float32(1)), gate * sigmoid(np.float32(self.config.alpha) * gate), out=out
         )
+
+
+class DenseBesideExperts:
+    """A dense part and experts on the same residual stream, each normed, then summed (Gemma 4)."""
+
+    def __init__(
+        self,
+        dense: Dense,
+        experts: Experts,
+        norms: tuple[Norm, Norm, Norm],
+        router_norm: Norm,
+    ) -> None:
+        """Args: norms: behind the dense part, before the experts, behind them; router_norm: its own."""
+        self.dense = dense
+        self.experts = experts
+        self.after_dense, self.before_experts, self.after_experts = norms
+        self.router_norm = router_norm
+
+    def run(self, backend: Backend, x: F32, out: F32, views: LayerBuffers, residual: F32) -> None:
+        """See `Dense.run`."""
+        self.dense.run(backend, x, out, views, residual)
+        both, routed, normed = (np.empty_like(out) for _ in range(3))
+        self.after_dense.apply(backend, out, both)
+        self.before_experts.apply(backend, residual, normed)
+        router_input = np.empty_like(out)
+        self.router_norm.apply(backend, residual, router_input)
+        self.experts.apply(backend, normed, router_input, routed)
+        self.after_experts.apply(backend, routed, normed)
+        np.add(both, normed, out=out)

@@ -7,23 +7,52 @@ import numpy.typing as npt
 
 from kvern.kernels.protocol import HostTensor
 from kvern.models.config import ExpertsConfig
-from kvern.models.feed_forward import Dense, DenseWeights, Experts, ExpertsWeights
+from kvern.models.feed_forward import (
+    Dense,
+    DenseBesideExperts,
+    DenseWeights,
+    Experts,
+    ExpertsWeights,
+)
 from kvern.models.loader import Loader, bias_name
+from kvern.models.rowwise import Norm
 from kvern.models.weights import decoded, take_rows, transposed
 
 F32 = npt.NDArray[np.float32]
 
 
-def feed_forward_of(loader: Loader, index: int) -> Dense | Experts:
+def feed_forward_of(loader: Loader, index: int) -> Dense | DenseBesideExperts | Experts:
     """One layer's feed-forward part."""
-    layer, names = loader.config.layers[index], loader.names
-    if layer.experts is not None:
-        return Experts(layer.experts, _experts_weights(loader, index, layer.experts))
-    parts = (names.gate, names.up) if layer.is_gated else (names.up,)
-    gate_up_name = names.gate_up if layer.is_gated else None
-    return Dense(
-        layer, _dense(loader, index, parts, gate_up_name, names.down, layer.intermediate_size)
+    layer = loader.config.layers[index]
+    if layer.experts is None:
+        return _dense_part(loader, index)
+    experts = Experts(layer.experts, _experts_weights(loader, index, layer.experts))
+    if not layer.has_both:
+        return experts
+    names = loader.names
+    return DenseBesideExperts(
+        _dense_part(loader, index),
+        experts,
+        (
+            _plain_norm(loader, names.post_dense_norm, index),
+            _plain_norm(loader, names.experts_norm, index),
+            _plain_norm(loader, names.post_experts_norm, index),
+        ),
+        _plain_norm(loader, names.router_norm, index, loader.config.hidden_size**-0.5),
     )
+
+
+def _dense_part(loader: Loader, index: int) -> Dense:
+    layer, names = loader.config.layers[index], loader.names
+    parts = (names.gate, names.up) if layer.is_gated else (names.up,)
+    fused = names.gate_up if layer.is_gated else None
+    return Dense(layer, _dense(loader, index, parts, fused, names.down, layer.intermediate_size))
+
+
+def _plain_norm(loader: Loader, template: str, index: int, factor: float = 1.0) -> Norm:
+    """An RMS norm whose weight is multiplied by ``factor``."""
+    weight = loader.norm_weight(template, loader.config.hidden_size, i=index)
+    return Norm(weight * np.float32(factor), None, loader.config.norm_eps, is_centered=False)
 
 
 def _dense(
@@ -66,6 +95,9 @@ def _experts_weights(loader: Loader, index: int, experts: ExpertsConfig) -> Expe
         experts=_all_experts(loader, index, experts),
         shared=shared,
         shared_router=shared_router,
+        expert_scale=loader.source.vector(loader.name(names.expert_scale, i=index), count)
+        if experts.has_expert_scale
+        else None,
     )
 
 

@@ -68,6 +68,11 @@ class TensorNames:
     down: str = ""
     router: str = ""
     score_bias: str = ""
+    router_norm: str = ""
+    expert_scale: str = ""
+    experts_norm: str = ""
+    post_dense_norm: str = ""
+    post_experts_norm: str = ""
     expert_gate: str = ""
     expert_up: str = ""
     expert_gate_up: str | None = None

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvern.errors import UnsupportedModelError
-from kvern.models.config import Config, DecoderConfig, Family, LayerConfig
+from kvern.models.config import Config, DecoderConfig, ExpertsConfig, Family, LayerConfig
 from kvern.models.families.common import (
     activation,
+    expert_count,
     flag,
     integer,
     layer_kinds,
@@ -30,6 +31,26 @@ ROPE_DEFAULTS = {
 }
 
 
+def _full_heads(
+    config: Config, kinds: list[str], usual: LayerConfig, shares_keys: bool
+) -> tuple[int, int]:
+    """Width and number of the KV heads of full layers.
+
+    transformers saves them as ``per_layer_config``: layer number to the fields that differ there.
+    """
+    saved = config.get("per_layer_config")
+    if saved is not None and FULL in kinds:
+        own = saved.get(str(kinds.index(FULL)), {})
+        return (
+            optional_integer(own, "head_dim", usual.key_dim),
+            optional_integer(own, "num_key_value_heads", usual.num_kv_heads),
+        )
+    heads = usual.num_kv_heads
+    if shares_keys:
+        heads = optional_integer(config, "num_global_key_value_heads", heads)
+    return optional_integer(config, "global_head_dim", 512), heads
+
+
 def _layers_by_kind(config: Config, kinds: list[str]) -> dict[str, LayerConfig]:
     """A window layer and a full layer, whose heads may be wider and fewer."""
     fields = {**config, "rope_parameters": config.get("rope_parameters") or ROPE_DEFAULTS}
@@ -41,15 +62,8 @@ def _layers_by_kind(config: Config, kinds: list[str]) -> dict[str, LayerConfig]:
         has_value_norm=True,
         rope=None,
     )
-    nested = config.get("per_layer_config") or {}
-    first_full = nested.get(str(kinds.index(FULL)), nested.get(FULL, {})) if FULL in kinds else {}
-    stated = {**config, **{f"global_{k}": v for k, v in first_full.items()}}
-    head_dim = optional_integer(stated, "global_head_dim", 512)
     shares_keys = flag(config, "attention_k_eq_v")
-    kv_heads = usual.num_kv_heads
-    if shares_keys:
-        kv_heads = optional_integer(stated, "num_global_key_value_heads", kv_heads)
-    kv_heads = optional_integer(stated, "global_num_key_value_heads", kv_heads)
+    head_dim, kv_heads = _full_heads(config, kinds, usual, shares_keys)
     return {
         SLIDING: replace(
             usual,
@@ -67,6 +81,18 @@ def _layers_by_kind(config: Config, kinds: list[str]) -> dict[str, LayerConfig]:
     }
 
 
+def _experts(config: Config) -> ExpertsConfig:
+    """Experts beside the dense part of every layer."""
+    return ExpertsConfig(
+        num_experts=expert_count(config),
+        num_chosen=integer(config, "top_k_experts"),
+        intermediate_size=integer(config, "moe_intermediate_size"),
+        is_normalized=True,
+        has_expert_scale=True,
+        activation=activation(config, "gelu_pytorch_tanh", ("hidden_activation",)),
+    )
+
+
 def describe(config: Config) -> DecoderConfig:
     """Read a Gemma 4 configuration, or the text part of a multimodal one."""
     config = text_config(config)
@@ -75,14 +101,13 @@ def describe(config: Config) -> DecoderConfig:
             "the model attends to later tokens too: a new token changes old ones, "
             "so nothing can be cached"
         )
-    if flag(config, "enable_moe_block"):
-        raise UnsupportedModelError("Gemma 4 with experts has no decoder here; the dense ones have")
     count = integer(config, "num_hidden_layers")
     kinds = layer_kinds(config, KINDS, [SLIDING if (i + 1) % 6 else FULL for i in range(count)])
     by_kind, layers = _layers_by_kind(config, kinds), []
+    experts = _experts(config) if flag(config, "enable_moe_block") else None
     first_shared = count - int(config.get("num_kv_shared_layers") or 0)
     for index, kind in enumerate(kinds):
-        layer = by_kind[kind]
+        layer = replace(by_kind[kind], experts=experts, has_both=experts is not None)
         if index >= first_shared:
             owners = [i for i in range(first_shared) if kinds[i] == kind]
             width = 2 if flag(config, "use_double_wide_mlp") else 1
@@ -114,6 +139,17 @@ GEMMA4 = Family(
     describe=describe,
     hf_names=replace(
         SANDWICH_HF_NAMES,
+        router=_LAYER + "router.proj.weight",
+        router_norm=_LAYER + "router.scale",
+        expert_scale=_LAYER + "router.per_expert_scale",
+        expert_gate_up=_LAYER + "experts.gate_up_proj",
+        expert_gate=_LAYER + "experts.{e}.gate_proj.weight",
+        expert_up=_LAYER + "experts.{e}.up_proj.weight",
+        expert_down=_LAYER + "experts.down_proj",
+        expert_down_each=_LAYER + "experts.{e}.down_proj.weight",
+        experts_norm=_LAYER + "pre_feedforward_layernorm_2.weight",
+        post_dense_norm=_LAYER + "post_feedforward_layernorm_1.weight",
+        post_experts_norm=_LAYER + "post_feedforward_layernorm_2.weight",
         layer_scale=_LAYER + "layer_scalar",
         per_layer_embedding="model.embed_tokens_per_layer.weight",
         per_layer_input="model.per_layer_model_projection.weight",
