@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.models.harness import CONFIGS
 
 from kvern.errors import KvernError, ModelError, UnsupportedModelError
 from kvern.models.families import FAMILIES, family_of
+from kvern.spec.configs import read_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -93,3 +95,18 @@ def test_longrope_ends_the_context_where_its_factors_would_change() -> None:
         "rope_scaling": scaling,
     }
     assert family_of(config).describe(config).max_positions == 256
+
+
+def test_every_real_configuration_is_described_or_refused_in_one_sentence() -> None:
+    if not CONFIGS.is_dir():
+        pytest.skip(f"{CONFIGS.name} is not there: shared/data lies beside the repository")
+    described, refusals = 0, []
+    for path in sorted(CONFIGS.glob("*.json")):
+        config = read_config(path)
+        try:
+            family_of(config).describe(config)
+            described += 1
+        except ModelError as refused:
+            refusals.append(str(refused))
+    assert described > 20
+    assert all(refusal and "\n" not in refusal for refusal in refusals)

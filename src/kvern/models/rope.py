@@ -21,13 +21,16 @@ F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 
 SCALING_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
+OLD_KINDS = {"su": "longrope", "mrope": "default"}
+"""Names of older files. mrope turns text by its position alone."""
 LENGTH_DEPENDENT = ("longrope", "dynamic")
 MINIMUM_ROWS = 1024
 
 
 def scaling_kind(scaling: Mapping[str, Any]) -> str:
     """The name of a ``rope_scaling`` entry; older files say ``type``, newer ``rope_type``."""
-    return str(scaling.get("rope_type", scaling.get("type", "default")) or "default")
+    kind = str(scaling.get("rope_type", scaling.get("type", "default")) or "default")
+    return OLD_KINDS.get(kind, kind)
 
 
 def length_limit(rope: RopeConfig) -> int | None:

@@ -7,15 +7,13 @@ from dataclasses import replace
 from kvern.models.config import Config, DecoderConfig, Family
 from kvern.models.families.common import head_dim_of, integer, rope_of, usual_decoder, usual_layer
 from kvern.models.names import GGUF_NAMES, HF_NAMES
+from kvern.models.rope import scaling_kind
 
 
 def describe(config: Config) -> DecoderConfig:
     """Read a Phi-3 configuration; with longrope the context ends at the original length."""
     rope = rope_of(config, head_dim_of(config))
-    if rope.scaling.get("rope_type", rope.scaling.get("type")) in (
-        "su",
-        "yarn",
-    ):  # older names of longrope
+    if scaling_kind(rope.scaling) == "yarn":  # what the first files called longrope
         rope = replace(rope, scaling={**rope.scaling, "rope_type": "longrope"})
     window = None if config.get("sliding_window") is None else integer(config, "sliding_window")
     layer = usual_layer(config, rope=rope, window=window)
