@@ -37,6 +37,7 @@ def html_report(document: Mapping[str, Any]) -> str:
     body = [f"<h1>{escape(title)}</h1>", f'<p class="soft">{escape(_setting(document))}</p>']
     if document["quick"]:
         body.append('<p class="warning">A quick run with tiny sizes: the figures mean nothing.</p>')
+    body += [f'<p class="warning">{escape(text)}</p>' for text in document["warnings"]]
     for item in document["items"]:
         if item["case"] != "sweep":
             body += _item_section(item, ours)

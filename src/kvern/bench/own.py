@@ -17,6 +17,7 @@ from kvern.spec.budget import format_size
 
 POOL_MARGIN_BYTES = 8 * 2**20
 DEFAULT_BLOCK_SIZE = 16
+QUICK_READ_BYTES = 16 * 2**20
 
 
 class Adapter:
@@ -60,11 +61,18 @@ class Adapter:
             "pool_bytes": model.store.nbytes,
         }
 
-    def limits(self) -> dict[str, Any]:
-        """The machine's limits with this engine's threads and instructions."""
+    def limits(self, args: dict[str, Any]) -> dict[str, Any]:
+        """The machine's limits with this engine's threads and instructions.
+
+        Args:
+            args: ``quick``: measure little memory for a short time.
+        """
         backend = self._engine.model.backend
         path = backend.kernel_path if backend.name == "native" else None
-        return measure_limits(backend.num_threads, path).document()
+        brief: dict[str, Any] = (
+            {"seconds": 0.01, "read_bytes": QUICK_READ_BYTES} if args["quick"] else {}
+        )
+        return measure_limits(backend.num_threads, path, **brief).document()
 
     def run(self, work: dict[str, Any]) -> dict[str, Any]:
         """One run of an item; see `kvern.bench.figures` for what it returns."""

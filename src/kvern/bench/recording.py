@@ -31,11 +31,11 @@ class Step:
     """One step of the engine.
 
     Attributes:
-        seconds: planning, executing and committing it.
+        seconds: planning, executing and committing it, without what looking at the blocks took.
         forward_s: the decoder, its native calls included.
         execute_s: decoder, logits and sampling.
         calls: the backend's operations in it.
-        blocks_in_use: blocks that requests hold after it.
+        blocks_in_use: blocks that requests hold while it runs.
     """
 
     seconds: float
@@ -112,6 +112,8 @@ class Recorder:
     llm: LLM
     steps: list[Step] = field(default_factory=list)
     _durations: dict[str, float] = field(default_factory=dict)
+    _blocks_in_use: int = 0
+    _looking_s: float = 0.0
     _timed: TimedBackend | None = None
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
@@ -123,6 +125,9 @@ class Recorder:
         self._timed = TimedBackend(inner)
 
         def observed(plan: Any) -> Any:
+            started = time.perf_counter()
+            self._blocks_in_use = model.scheduler.stats().in_use_blocks
+            self._looking_s = time.perf_counter() - started
             result = execute(plan)
             self._durations = dict(result.durations)
             return result
@@ -144,10 +149,10 @@ class Recorder:
     def step(self) -> bool:
         """One step, noted; False when there was nothing to do."""
         assert self._timed is not None
-        self._durations = {}
+        self._durations, self._looking_s = {}, 0.0
         started = time.perf_counter()
         did_something = self.llm.step()
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started - self._looking_s
         calls = self._timed.take()
         if did_something:
             execute_s = self._durations.get("execute_s", 0.0)
@@ -157,7 +162,7 @@ class Recorder:
                     forward_s=self._durations.get("forward_s", execute_s),
                     execute_s=execute_s,
                     calls=calls,
-                    blocks_in_use=self.llm.stats().in_use_blocks,
+                    blocks_in_use=self._blocks_in_use,
                 )
             )
         return did_something

@@ -40,6 +40,8 @@ OWN_PEER = "kvern"
 SCHEMA_VERSION = 1
 DEFAULT_THREADS = 2
 LEAST_RUNS = 3
+BUSY_SHARE = 0.5
+"""A load average above this part of the cores is told as a warning."""
 
 Progress = Callable[[str], None]
 """Told in a few words what is measured now."""
@@ -100,6 +102,7 @@ def run_bench(options: BenchOptions, progress: Progress = lambda _: None) -> dic
     items, left_out = split_fitting(items_of(options.cases, options.quick), spec.max_model_len)
     if not items:
         raise UsageError(f"nothing to measure: {'; '.join(left_out)}")
+    machine = machine_document(options.threads)
     peers, absent = find_peers(options.against, options.peers_dir, options.model, path)
     engines = [*_own_engines(options, path), *peers]
     with contextlib.ExitStack() as stack:
@@ -112,13 +115,14 @@ def run_bench(options: BenchOptions, progress: Progress = lambda _: None) -> dic
         "kvern": kvern.__version__,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "quick": options.quick,
-        "machine": machine_document(options.threads),
+        "machine": machine,
         "model": {"name": options.model, "file": path.name, "bytes": _bytes_of(path)},
         "runs": options.runs,
         "limits": limits.document(),
         "engines": [session.described[e.label] for e in engines if e.label in session.described],
         "absent": [{"name": a.name, "reason": a.reason} for a in [*absent, *session.failed]],
         "left_out": left_out,
+        "warnings": warnings_of(machine),
         "items": results,
     }
 
@@ -140,6 +144,20 @@ def machine_document(threads: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "load_average_before": load,
     }
+
+
+def warnings_of(machine: dict[str, Any]) -> list[str]:
+    """What makes the figures doubtful, a sentence each."""
+    load, cores, threads = machine["load_average_before"], machine["cores"], machine["threads"]
+    found = []
+    if load is not None and load > BUSY_SHARE * cores:
+        found.append(
+            f"the machine was busy before the first run (load average {load:.1f} on {cores} cores): "
+            "ratios lean towards engines whose threads do not wait for each other in a loop"
+        )
+    if threads > cores:
+        found.append(f"{threads} threads on {cores} cores slow every engine that has a barrier")
+    return found
 
 
 def _own_engines(options: BenchOptions, path: Path) -> list[Engine]:
@@ -231,13 +249,14 @@ class _Session:
         """All items, and the machine's limits before and after them."""
         ours = self.workers[self.engines[0].label]
         self.progress("the machine's limits")
-        limits = Limits(**ours.ask("limits"))
+        args = {"quick": self.options.quick}
+        limits = Limits(**ours.ask("limits", args))
         measured = []
         for item in self.items:
             runs, errors = self._runs(item)
             measured.append((item, runs, errors, self._profiles(item, limits)))
         self.progress("the machine's limits again")
-        limits = best_of(limits, Limits(**ours.ask("limits")))
+        limits = best_of(limits, Limits(**ours.ask("limits", args)))
         return limits, [item_document(*entry, self.engines, limits) for entry in measured]
 
     def _runs(self, item: Item) -> tuple[dict[str, list[RunFigures]], dict[str, str]]:

@@ -30,6 +30,7 @@ def _head(document: Document) -> list[str]:
         f"int8 {limits['int8_ops_per_s'] / 1e9:,.0f}, bf16 {limits['bf16_ops_per_s'] / 1e9:,.0f}, "
         f"fp32 {limits['fp32_ops_per_s'] / 1e9:,.0f} GOP/s",
     ]
+    lines += [f"warning: {sentence}" for sentence in document["warnings"]]
     if document["quick"]:
         lines.insert(0, "QUICK: tiny sizes, to see that everything works; the figures mean nothing")
     for engine in document["engines"]:
@@ -72,21 +73,25 @@ def _engine_line(engine: Mapping[str, Any]) -> str:
 
 
 def _own_lines(engine: Mapping[str, Any], more_is_better: bool) -> list[str]:
+    """What an engine of ours was bound by, and how it compares; peers have no such lines."""
     lines = []
     if engine["profile"] is not None:
         lines.append(f"  {engine['label']}: {bottleneck_sentence(engine['profile'])}")
-    for label, ratio in engine["ratios"].items():
-        if label == "best peer":
-            continue
+    ratios = dict(engine["ratios"])
+    best = ratios.pop("best peer", None)
+    if best is not None:
         better = "more" if more_is_better else "less"
-        mark = (
-            ", the best peer" if engine["ratios"].get("best peer", {}).get("label") == label else ""
-        )
         lines.append(
-            f"  {engine['label']} / {label}: {ratio['median']:.2f} "
-            f"({ratio['low']:.2f} - {ratio['high']:.2f}; {better} is better{mark})"
+            f"  {engine['label']}: {_ratio(best)} times the best peer, {best['label']} ({better} is better)"
         )
+    if ratios:
+        each = "; ".join(f"{label} {_ratio(ratio)}" for label, ratio in ratios.items())
+        lines.append(f"  {engine['label']}, ratio to each: {each}")
     return lines
+
+
+def _ratio(ratio: Mapping[str, Any]) -> str:
+    return f"{ratio['median']:.2f} [{ratio['low']:.2f} - {ratio['high']:.2f}]"
 
 
 def bottleneck_sentence(profile: Mapping[str, Any]) -> str:

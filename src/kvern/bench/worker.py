@@ -70,6 +70,11 @@ class Worker:
             raise WorkerError(f"{label} does not start: {error}") from error
 
     @property
+    def pid(self) -> int:
+        """The process's id, which is also its group's."""
+        return self._process.pid
+
+    @property
     def age_s(self) -> float:
         """Seconds since the process was started."""
         return time.perf_counter() - self._started_s
