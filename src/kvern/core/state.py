@@ -49,6 +49,7 @@ class Draft:
         fixed: sequences that operations of this step belong to: they stay.
         held: runs of blocks that the step reads; released at commit.
         copies: states that the step copies, to be published at commit.
+        headroom: pages that running sequences need to grow, once it has been counted.
         started: requests that start with this step.
     """
 
@@ -58,6 +59,7 @@ class Draft:
     fixed: set[int] = field(default_factory=set)
     held: list[Int32] = field(default_factory=list)
     copies: list[StateCopy] = field(default_factory=list)
+    headroom: int | None = None
     started: list[RequestStarted] = field(default_factory=list)
 
 
