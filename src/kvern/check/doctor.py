@@ -18,6 +18,7 @@ from kvern.check.session import EngineFailedError, Session
 from kvern.check.sheet import Case, CaseSkippedError, Sheet
 from kvern.check.watch import Row
 from kvern.engine.llm import LLM
+from kvern.errors import UsageError
 
 Progress = Callable[[int, int, str], None]
 """Called before each case with (number of finished cases, number of cases, title)."""
@@ -44,8 +45,12 @@ def check(
         only: names of cases to run, the foundation cases always included; None for all.
         tamper: breaks every engine that the check makes: to prove that the check sees it.
         tampers_last: whether the tampering lies around the doctor's own wrappers or within them.
+
+    Raises:
+        UsageError: the context is too short for cases of this block size.
     """
     started = time.perf_counter()
+    _require_room(llm)
     lab = Lab(llm, options or CheckOptions(), tamper, tampers_last=tampers_last)
     cases = [*foundation_cases(lab), *_chosen([*compute_cases(lab), *sharing_cases(lab)], only)]
     results: list[CaseResult] = []
@@ -70,6 +75,17 @@ def check(
         cases=tuple(results),
         duration_s=time.perf_counter() - started,
     )
+
+
+def _require_room(llm: LLM) -> None:
+    """Cases need sequences of a few blocks."""
+    size = llm.settings.block_size
+    needed, context = 3 * size + 48, llm.model.max_model_len
+    if context < needed:
+        raise UsageError(
+            f"the cases take sequences of up to {needed:,} tokens in blocks of {size}, and the "
+            f"context is {context:,} tokens: choose a smaller block size or a longer context"
+        )
 
 
 def _chosen(cases: list[Case], only: Iterable[str] | None) -> list[Case]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvern.check.results import CaseResult, CheckReport
 
-MAX_LINES_PER_CASE = 3
+MAX_LINES_PER_CASE = 2
 
 
 def report_lines(report: CheckReport) -> list[str]:

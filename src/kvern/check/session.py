@@ -135,13 +135,19 @@ class Session:
             self._check_pool()
         if not self._has_failed:
             self._check_stats()
-        for state in self.states.values():
-            try:
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """End what still runs and give the pool's memory back; a broken pool may resist."""
+        try:
+            for state in self.states.values():
                 self.llm.release(state)
-            except Exception as error:
-                self.find(
-                    Fault.NO_RESULT, f"ending {state.request_id} raised {error}", "comparison"
-                )
+            self.watch.detach()
+            self.llm.close()
+        except Exception as error:
+            self.find(
+                Fault.NO_RESULT, f"ending the requests raised {type(error).__name__}: {error}"
+            )
 
     def _fail(self, sentence: str, cause: Exception | None = None) -> None:
         self._has_failed = True

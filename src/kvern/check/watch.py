@@ -111,16 +111,29 @@ class Watch:
             for layer in llm.model.spec.layers
             if layer.caches and not layer.caches[0].is_state
         )
+        self._wrapped: list[tuple[Any, str]] = []
         self._attach()
 
     def _attach(self) -> None:
         runner = self._llm.model.runner
         runner.observer = self
-        wrap(runner.decoder, "forward", self._around_forward)
-        wrap(runner.store, "execute", self._around_operations)
-        wrap(runner, "execute", self._around_execute)
-        wrap(self._pool, "unpublish", self._around_unpublish)
+        for owner, name, make in (
+            (runner.decoder, "forward", self._around_forward),
+            (runner.store, "execute", self._around_operations),
+            (runner, "execute", self._around_execute),
+            (self._pool, "unpublish", self._around_unpublish),
+        ):
+            wrap(owner, name, make)
+            self._wrapped.append((owner, name))
         self._poison()
+
+    def detach(self) -> None:
+        """Let go of the engine and its pool; rows, notes and findings stay."""
+        for owner, name in self._wrapped:
+            vars(owner).pop(name, None)
+        self._wrapped.clear()
+        self._llm.model.runner.observer = None
+        self._pages = np.zeros((0, 1), np.uint8)
 
     # -- around the engine's calls --------------------------------------------------------------------
 
