@@ -31,8 +31,9 @@ def test_tasks_get_their_own_answers_and_cancelled_ones_give_blocks_back(
         assert [out.token_ids for out in outs] == expected
         with pytest.raises(asyncio.CancelledError):
             await doomed
-        with pytest.raises(InputError, match="empty"):
-            await engine.generate([], params)
+        for misuse in ([], 12345, [1, 10**9], None):
+            with pytest.raises(InputError):
+                await engine.generate(misuse, params)
         for _ in range(200):
             if not llm.has_work:
                 break

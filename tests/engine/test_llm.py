@@ -277,12 +277,12 @@ def test_score_computes_every_position_and_says_why_it_took_no_hit(make_tiny: Ma
         assert llm.work.tokens_processed - before >= 40
         np.testing.assert_array_equal(scores[0][:6], scores[1])
         for position in (3, 38):
-            params = SamplingParams(max_tokens=1, logprobs=100)
-            (out,) = llm.generate([ids[: position + 1]], params)
+            (out,) = llm.generate([ids[: position + 1]], SamplingParams(max_tokens=1, logprobs=1))
             assert out.logprobs is not None
-            listed = {t: p for t, _, p in out.logprobs[0].top}
-            if ids[position + 1] in listed:
-                assert listed[ids[position + 1]] == pytest.approx(scores[0][position], abs=1e-5)
+            best, _, logprob = out.logprobs[0].top[0]
+            (own,) = llm.score([[*ids[: position + 1], best]])
+            assert own[position] == pytest.approx(logprob, abs=1e-5)
+            np.testing.assert_array_equal(own[:position], scores[0][:position])
 
 
 def test_several_threads_share_one_engine(make_tiny: Make, prompts: Any) -> None:
@@ -331,7 +331,7 @@ def test_an_interrupt_between_plan_and_commit_leaves_a_sound_engine(
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, greedy(cache_salt="x"))
         assert not llm.has_work and llm.stats().in_use_blocks == 0
-        llm.check_integrity()
+        assert llm.check_integrity().is_sound
         assert [out.token_ids for out in llm.generate(prompts, greedy())] == expected
 
 
@@ -406,3 +406,85 @@ def test_every_replacement_policy_keeps_answers(
             assert [out.token_ids for out in llm.generate(prompts, greedy())] == expected
         assert llm.stats().replaced_blocks > 0
         assert not llm.check_integrity().problems
+
+
+def spoil_logits(llm: Any, request_id: str) -> None:
+    """Make every row of one request NaN from now on."""
+    runner = llm.model.runner
+    use_row = runner._use_row
+
+    def spoilt(chunk: Any, position: int, row: np.ndarray) -> Any:
+        if chunk.seq.request.request_id == request_id:
+            row = np.full_like(row, np.nan)
+        return use_row(chunk, position, row)
+
+    runner._use_row = spoilt
+
+
+@pytest.mark.parametrize("kind", ["greedy", "beam", "samples"])
+def test_logits_that_are_not_finite_end_their_own_request_only(
+    make_tiny: Make, prompts: Any, kind: str
+) -> None:
+    params = {
+        "greedy": greedy(),
+        "beam": greedy(beam_width=3),
+        "samples": SamplingParams(max_tokens=12, temperature=1.0, n=3),
+    }[kind]
+    with make_tiny() as llm:
+        (expected,) = llm.generate([prompts[6]], greedy())
+        llm.reset_cache()
+        spoil_logits(llm, "bad")
+        bad = llm.submit(prompts[7], params, "bad")
+        good = llm.submit(prompts[6], greedy())
+        while llm.has_work:
+            llm.step()
+        assert bad.output.finish_reason == "error"
+        assert "not finite" in bad.output.error
+        assert good.output.token_ids == expected.token_ids
+        assert llm.check_integrity().is_sound
+        assert llm.stats().in_use_blocks == 0
+
+
+def test_a_stream_that_is_never_read_ends_with_its_object(make_tiny: Make) -> None:
+    with make_tiny() as llm:
+        stream = llm.stream([1, 2, 3], greedy(100))
+        assert llm.has_work
+        del stream
+        assert not llm.has_work
+        half_read = llm.stream([1, 2, 3], greedy(100))
+        next(half_read)
+    half_read.close()
+    with pytest.raises(StopIteration):
+        next(half_read)
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        lambda llm: llm.generate(None),
+        lambda llm: llm.generate(5),
+        lambda llm: llm.generate({"prompt": "x"}),
+        lambda llm: llm.generate([[1], 5]),
+        lambda llm: llm.generate([1], {"max_tokens": 1}),
+        lambda llm: llm.generate([[1], [2]], [greedy()]),
+        lambda llm: llm.stream(7),
+        lambda llm: llm.score([[1]]),
+        lambda llm: llm.submit([1], request_id=5),
+        lambda llm: llm.pin([1, 2], ttl_s=float("nan")),
+        lambda llm: llm.pin([1, 2], ttl_s="x"),
+        lambda llm: llm.generate([[1, 2.5]]),
+    ],
+)
+def test_misuse_is_one_sentence_and_leaves_nothing_behind(make_tiny: Make, misuse: Any) -> None:
+    with make_tiny() as llm:
+        with pytest.raises(InputError):
+            misuse(llm)
+        assert not llm.has_work
+
+
+def test_score_takes_one_prompt_or_many_up_to_the_whole_context(make_tiny: Make) -> None:
+    with make_tiny(max_model_len=64) as llm:
+        (one,) = llm.score(list(range(64)))
+        (many,) = llm.score([list(range(64))])
+        np.testing.assert_array_equal(one, many)
+        assert len(one) == 63

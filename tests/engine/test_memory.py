@@ -27,7 +27,10 @@ with LLM(sys.argv[1], backend="native", kv_memory="64MiB", threads=2) as llm:
 @pytest.mark.usefixtures("require_native")
 def test_peak_memory_is_weights_plus_pool_plus_an_allowance(smollm2_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(smollm2_path)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", PROGRAM, str(smollm2_path)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     seen = json.loads(done.stdout)
     assert seen["pool"] <= 64 * 2**20

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.engine.conftest import write_tiny_model
 
 from kvern import LLM
 from kvern.cli.main import main
-from tests.engine.conftest import write_tiny_model
 
 CASES = [
     {"kv_format": "bf16", "kv_memory": "64MiB", "block_size": 16},

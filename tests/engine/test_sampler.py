@@ -94,7 +94,7 @@ def test_logprobs_are_those_of_the_untouched_distribution() -> None:
     assert choice.token_id == 0 and math.isclose(choice.logprob, math.log(0.5), rel_tol=1e-6)
     assert choice.top is not None and [t for t, _ in choice.top] == [0, 1, 2]
     np.testing.assert_allclose([p for _, p in choice.top], np.log([0.5, 0.25, 0.125]), rtol=1e-6)
-    assert [c.token_id for c in likeliest(row, 3)] == [0, 1, 2]
+    assert [c.token_id for c in likeliest(row, 3, 0)] == [0, 1, 2]
     np.testing.assert_allclose(np.exp(log_softmax(row)).sum(), 1.0)
 
 
@@ -109,6 +109,20 @@ def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
     row = np.array([0.0, bad, 1.0], np.float32)
     with pytest.raises(IntegrityError, match="position 4"):
         choose(row, Sampling(SamplingParams(), 0), range(1), 4, NO_TOKENS, 0)
+
+
+def test_values_are_normalised() -> None:
+    params = SamplingParams(
+        stop=None, stop_token_ids=5, max_tokens=np.int64(7), temperature=np.float32(0.5), seed=-1
+    )
+    assert params.stop == () and params.stop_token_ids == {5}
+    assert type(params.max_tokens) is int and type(params.temperature) is float
+    assert SamplingParams(stop="ab").stop == ("ab",)
+
+
+def test_a_tiny_temperature_is_greedy_without_a_warning() -> None:
+    with np.errstate(all="raise", under="ignore"):
+        assert draw([0, 3, 1, 2], 5, temperature=5e-324) == {1: 5}
 
 
 @pytest.mark.parametrize(
@@ -128,6 +142,17 @@ def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
         ({"stop": ["x", ""]}, "remove the empty one"),
         ({"beam_width": 2, "temperature": 0.5}, "beam search is deterministic"),
         ({"cache_salt": 5}, "cache_salt is 5"),
+        ({"cache_salt": "\ud800"}, "lone surrogate"),
+        ({"stop": 5}, "stop holds 5: it takes strings"),
+        ({"stop": ["a", 5]}, "stop holds 5"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids holds 'a': it takes token ids"),
+        ({"stop_token_ids": [-1]}, "negative token id"),
+        ({"ignore_eos": "x"}, "ignore_eos is 'x'"),
+        ({"presence_penalty": -1e300}, "it must be from -100 to 100"),
+        ({"repetition_penalty": 1e-300}, "it must be from 0.01 to 100"),
+        ({"beam_width": 2, "stop": "x"}, "beam search does not take stop strings"),
+        ({"beam_width": 2, "logprobs": 1}, "beam search does not take logprobs"),
+        ({"beam_width": 2, "presence_penalty": 1.0}, "beam search does not take penalties"),
     ],
 )
 def test_bad_parameters_are_refused_with_the_value(

@@ -138,7 +138,7 @@ class AsyncLLM:
             return
         try:
             waiter.state = self.llm.submit(prompt, params, request_id)
-        except KvernError as error:
+        except Exception as error:  # one bad request is its own sender's business
             waiter.put(error)
 
     def _drop(self, waiter: _Waiter) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,12 +21,13 @@ from kvern.core.sequence import Request
 from kvern.core.stats import CacheStats
 from kvern.engine.loading import LoadedModel, load, require_tokenizer
 from kvern.engine.metrics import prometheus_text
-from kvern.engine.outputs import Pin, RequestOutput, StreamDelta
+from kvern.engine.outputs import Pin, RequestOutput
 from kvern.engine.params import SamplingParams
 from kvern.engine.runner import WorkCounters
 from kvern.engine.sampler import Sampling
 from kvern.engine.settings import EngineSettings
 from kvern.engine.step_loop import StepLoop
+from kvern.engine.streaming import DeltaStream
 from kvern.engine.tracking import RequestState, Tracker
 from kvern.errors import InputError, KvernError
 
@@ -110,39 +112,26 @@ class LLM:
             self._loop.release(states)
         return [state.output for state in states if state.output is not None]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> DeltaStream:
         """Answer one prompt piece by piece; the last piece carries the whole `RequestOutput`.
 
-        Leaving the loop early aborts the request.
+        Leaving the loop early aborts the request. Raises InputError as `generate`.
         """
-        (state,) = self._submit([prompt], [params or SamplingParams()])
-        return self._deltas(state)
+        (state,) = self._submit([prompt], _as_params(params, 1))
+        return DeltaStream(self._loop, state)
 
-    def _deltas(self, state: RequestState) -> Iterator[StreamDelta]:
-        try:
-            while True:
-                while not state.deltas:
-                    self._loop.advance(lambda: bool(state.deltas))
-                delta = state.deltas.popleft()
-                if delta.text or delta.token_ids or delta.finish_reason or delta.output:
-                    yield delta
-                if delta.output is not None:
-                    return
-        finally:
-            self._loop.release([state])
-
-    def score(self, prompts: Sequence[Prompt]) -> list[npt.NDArray[np.float64]]:
+    def score(self, prompts: Prompt | Sequence[Prompt]) -> list[npt.NDArray[np.float64]]:
         """Log-probabilities of given tokens.
 
         Args:
-            prompts: token ids or text, each at least two tokens.
+            prompts: text or token ids, or a list of either, each at least two tokens.
 
         Returns:
             Per prompt float64 ``[len(ids) - 1]``: the natural log-probability of each token after the first,
             given those before it. Every position is computed, so no cached prefix is used.
         """
         requests: list[tuple[Request, str | None]] = []
-        for prompt in prompts:
+        for prompt in _as_prompts(prompts):
             ids = self.token_ids(prompt)
             if len(ids) < 2:
                 raise InputError(f"scoring needs at least 2 tokens, got {len(ids)}")
@@ -165,7 +154,9 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
     ) -> RequestState:
         """Add a request without waiting for it; see `step`. Raises InputError as `generate`."""
-        (state,) = self._submit([prompt], [params or SamplingParams()], request_id)
+        if request_id is not None and not isinstance(request_id, str):
+            raise InputError(f"request_id is {request_id!r}: it must be a string")
+        (state,) = self._submit([prompt], _as_params(params, 1), request_id)
         return state
 
     def release(self, state: RequestState) -> None:
@@ -216,7 +207,7 @@ class LLM:
             request_id=request_id or f"request-{next(self._ids)}",
             prompt=ids,
             max_tokens=0 if needs_all_logits else params.max_tokens,
-            stop_token_ids=ends | frozenset(params.stop_token_ids),
+            stop_token_ids=ends | params.stop_ids,
             n=params.n,
             beam_width=params.beam_width if params.beam_width > 1 else 0,
             beam_length_penalty=params.length_penalty,
@@ -241,8 +232,10 @@ class LLM:
         """
         if isinstance(prompt, str):
             ids: Sequence[int] = require_tokenizer(self._model).encode(prompt)
-        else:
+        elif isinstance(prompt, list | tuple | np.ndarray | range):
             ids = prompt
+        else:
+            raise InputError(f"{prompt!r} is neither text nor a list of token ids")
         if len(ids) == 0:
             raise InputError("the prompt is empty: give at least one token")
         vocab_size = self._model.decoder.config.vocab_size
@@ -327,8 +320,11 @@ class LLM:
             ttl_s: for how many seconds. A pin yields earlier when a request could not run otherwise.
             params: only the cache_salt matters.
         """
+        is_number = isinstance(ttl_s, int | float) and not isinstance(ttl_s, bool)
+        if not is_number or not 0 < ttl_s < math.inf:
+            raise InputError(f"ttl_s is {ttl_s!r}: give a finite number of seconds above 0")
+        request = self._request(self.token_ids(prompt), _as_params(params, 1)[0])
         with self._loop.lock:
-            request = self._request(self.token_ids(prompt), params or SamplingParams())
             pin_id, num_tokens = self._model.scheduler.pin(request, ttl_s)
         return Pin(pin_id, num_tokens)
 
@@ -377,6 +373,8 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or a list of prompts, as a list."""
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping):
+        raise InputError(f"{prompts!r} is neither text, nor token ids, nor a list of either")
     listed = list(prompts)
     if not listed or isinstance(listed[0], int | np.integer):
         return [listed]  # type: ignore[list-item]
@@ -388,8 +386,12 @@ def _as_params(
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if len(params) != count:
+    listed: list[Any] = list(params) if isinstance(params, list | tuple) else [params]
+    for each in listed:
+        if not isinstance(each, SamplingParams):
+            raise InputError(f"{each!r} is not a SamplingParams: make one from your values")
+    if len(listed) != count:
         raise InputError(
-            f"{len(params)} sampling parameters for {count} prompts: give one, or one each"
+            f"{len(listed)} sampling parameters for {count} prompts: give one, or one each"
         )
-    return list(params)
+    return listed

@@ -15,11 +15,13 @@ from kvern.core.scheduler import Scheduler
 from kvern.engine.backends import make_backend
 from kvern.engine.runner import Runner
 from kvern.engine.settings import EngineSettings
-from kvern.errors import ModelError, UsageError
+from kvern.errors import CapacityError, ModelError, UsageError
 from kvern.kernels.protocol import Backend
+from kvern.models.caches import require_same_caches
 from kvern.models.decoder import Decoder
 from kvern.models.families import family_of
 from kvern.models.weights import WeightSource, open_weights
+from kvern.spec.budget import format_size
 from kvern.spec.configs import load_model_spec, read_config
 from kvern.spec.gguf import GGUFHeader, read_header
 from kvern.spec.groups import KVPlan, make_kv_plan
@@ -115,16 +117,30 @@ def load(
         settings.kv_memory_bytes,
         max_num_seqs=settings.max_num_seqs,
     )
-    store = PagedStore(kv_plan)
+    store, runner = _allocate(weights.decoder, kv_plan, settings.max_num_batched_tokens)
     return LoadedModel(
         weights=weights,
         kv_plan=kv_plan,
         store=store,
-        runner=Runner(weights.decoder, store, settings.max_num_batched_tokens),
+        runner=runner,
         scheduler=Scheduler(kv_plan, _scheduler_config(settings, weights, max_model_len), clock),
         max_model_len=max_model_len,
         load_s=time.perf_counter() - started,
     )
+
+
+def _allocate(
+    decoder: Decoder, kv_plan: KVPlan, max_num_batched_tokens: int
+) -> tuple[PagedStore, Runner]:
+    """The pool and the activations; nothing else is allocated for requests later."""
+    try:
+        store = PagedStore(kv_plan)
+        return store, Runner(decoder, store, max_num_batched_tokens)
+    except (MemoryError, OSError) as error:
+        raise CapacityError(
+            f"the system cannot give a pool of {format_size(kv_plan.total_bytes)} and activations for "
+            f"{max_num_batched_tokens:,} tokens a step: lower kv_memory or max_num_batched_tokens"
+        ) from error
 
 
 def _load_weights(model: str | Path, settings: EngineSettings) -> LoadedWeights:
@@ -134,6 +150,7 @@ def _load_weights(model: str | Path, settings: EngineSettings) -> LoadedWeights:
     family = family_of(config, None if header is None else header.architecture)
     decoder_config = family.describe(config)
     spec = load_model_spec(header or path)
+    require_same_caches(decoder_config, spec)
     backend = make_backend(settings.backend, settings.threads)
     source = open_weights(path, header)
     return LoadedWeights(
@@ -163,6 +180,9 @@ def _scheduler_config(
         max_model_len=max_model_len,
         enable_prefix_caching=settings.enable_prefix_caching,
         no_cache=settings.no_cache,
+        max_head_of_line_wait_steps=settings.max_head_of_line_wait_steps,
+        state_checkpoint_tokens=settings.state_checkpoint_tokens,
+        max_state_checkpoint_bytes=settings.max_state_checkpoint_bytes,
         replacement=settings.replacement,
         model=weights.fingerprint,
         numerics=weights.backend.numerics_tag(weights.weights_format),

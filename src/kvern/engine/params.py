@@ -3,11 +3,36 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, SupportsFloat, SupportsIndex, cast
 
 from kvern.errors import InputError
 
 MAX_LOGPROBS = 100
+
+_COUNTS: tuple[tuple[str, int, int | None], ...] = (
+    ("max_tokens", 1, None),
+    ("top_k", 0, None),
+    ("n", 1, 1024),
+    ("beam_width", 1, 64),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("priority", -(2**31), 2**31 - 1),
+    ("seed", -(2**63), 2**64 - 1),
+)
+"""Whole numbers and their limits."""
+
+_REALS: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0.0, math.inf),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("length_penalty", -math.inf, math.inf),
+    ("repetition_penalty", 0.01, 100.0),
+    ("presence_penalty", -100.0, 100.0),
+    ("frequency_penalty", -100.0, 100.0),
+)
+"""Real numbers and their limits; penalties beyond theirs only produce noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +47,7 @@ class SamplingParams:
         min_p: drop tokens less likely than min_p times the most likely one.
         seed: the same seed gives the same tokens on the same machine, whatever else runs; None: drawn once
             per request and reported.
-        stop: strings that end the answer; they are not part of it.
+        stop: a string, or several, that end the answer; they are not part of it.
         stop_token_ids: token ids that end the answer, beside the model's own end tokens.
         ignore_eos: do not stop at the model's end tokens.
         n: samples per prompt; they share the prompt's blocks. Sample i draws as a request of its own
@@ -45,8 +70,8 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    stop: tuple[str, ...] | list[str] | str = ()
-    stop_token_ids: frozenset[int] | tuple[int, ...] | list[int] = field(default_factory=frozenset)
+    stop: Iterable[str] | str | None = ()
+    stop_token_ids: Iterable[int] | None = frozenset()
     ignore_eos: bool = False
     n: int = 1
     beam_width: int = 1
@@ -64,65 +89,89 @@ class SamplingParams:
         Raises:
             InputError: names the field, its value and what is allowed.
         """
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
-        self._check_counts()
-        self._check_reals()
-        if any(not isinstance(s, str) or not s for s in stop):
+        stop = _tuple_of("stop", self.stop, str)
+        if "" in stop:
             raise InputError("every stop string needs at least one character: remove the empty one")
-        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
-            raise InputError(f"cache_salt is {self.cache_salt!r}: it must be a string")
+        self._set("stop", stop)
+        ids = _tuple_of("stop_token_ids", self.stop_token_ids, int)
+        if any(token < 0 for token in ids):
+            raise InputError(f"stop_token_ids {sorted(ids)} has a negative token id")
+        self._set("stop_token_ids", frozenset(ids))
+        for name, least, most in _COUNTS:
+            self._check_count(name, least, most)
+        for name, low, high in _REALS:
+            self._check_real(name, low, high)
+        if not isinstance(self.ignore_eos, bool):
+            raise InputError(f"ignore_eos is {self.ignore_eos!r}: it must be true or false")
+        self._check_salt()
+        self._check_combinations()
 
-    def _check_counts(self) -> None:
-        limits: tuple[tuple[str, int | None, int, int | None], ...] = (
-            ("max_tokens", self.max_tokens, 1, None),
-            ("top_k", self.top_k, 0, None),
-            ("n", self.n, 1, 1024),
-            ("beam_width", self.beam_width, 1, 64),
-            ("logprobs", self.logprobs, 0, MAX_LOGPROBS),
-            ("priority", self.priority, -(2**31), 2**31 - 1),
-            ("seed", self.seed, -(2**63), 2**64 - 1),
-        )
-        for name, value, low, high in limits:
-            if value is None and name in ("max_tokens", "logprobs", "seed"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise InputError(f"{name} is {value!r}: it must be a whole number")
-            if value < low or (high is not None and value > high):
-                allowed = f"at least {low}" if high is None else f"from {low} to {high}"
-                raise InputError(f"{name} is {value}: it must be {allowed}")
-        if self.beam_width > 1 and (self.n > 1 or self.temperature > 0):
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_count(self, name: str, low: int, high: int | None) -> None:
+        value = getattr(self, name)
+        if value is None and name in ("max_tokens", "logprobs", "seed"):
+            return
+        if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+            raise InputError(f"{name} is {value!r}: it must be a whole number")
+        value = operator.index(value)
+        if value < low or (high is not None and value > high):
+            allowed = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise InputError(f"{name} is {value}: it must be {allowed}")
+        self._set(name, value)
+
+    def _check_real(self, name: str, low: float, high: float) -> None:
+        value = getattr(self, name)
+        is_number = isinstance(value, SupportsFloat) and not isinstance(value, bool | str)
+        if not is_number or not math.isfinite(value) or not low <= value <= high:
+            allowed = f"from {low:g} to {high:g}"
+            if high == math.inf:
+                allowed = "a finite number" + (f", at least {low:g}" if low == 0 else "")
+            raise InputError(f"{name} is {value!r}: it must be {allowed}")
+        self._set(name, float(value))
+
+    def _check_salt(self) -> None:
+        salt = self.cache_salt
+        if salt is None:
+            return
+        if not isinstance(salt, str):
+            raise InputError(f"cache_salt is {salt!r}: it must be a string")
+        if any("\ud800" <= character <= "\udfff" for character in salt):
             raise InputError(
-                "beam search is deterministic: leave n at 1 and temperature at 0 with beam_width"
+                f"cache_salt {salt!r} is not valid Unicode text: it has a lone surrogate"
             )
 
-    def _check_reals(self) -> None:
-        limits: tuple[tuple[str, float, float, float], ...] = (
-            ("temperature", self.temperature, 0.0, math.inf),
-            ("top_p", self.top_p, 0.0, 1.0),
-            ("min_p", self.min_p, 0.0, 1.0),
-            ("length_penalty", self.length_penalty, -math.inf, math.inf),
-            ("presence_penalty", self.presence_penalty, -math.inf, math.inf),
-            ("frequency_penalty", self.frequency_penalty, -math.inf, math.inf),
-        )
-        for name, value, low, high in limits:
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not math.isfinite(value) or not low <= value <= high:
-                allowed = f"from {low:g} to {high:g}" if math.isfinite(low + high) else "finite"
-                allowed = (
-                    "a finite number, at least 0" if low == 0 and high == math.inf else allowed
-                )
-                raise InputError(f"{name} is {value!r}: it must be {allowed}")
+    def _check_combinations(self) -> None:
         if self.top_p == 0:
             raise InputError(
                 "top_p is 0: it must be above 0, or temperature 0 for the most likely token"
             )
-        penalty = self.repetition_penalty
-        if not isinstance(penalty, int | float) or not 0 < penalty < math.inf:
+        if self.beam_width == 1:
+            return
+        if self.n > 1 or self.temperature > 0:
             raise InputError(
-                f"repetition_penalty is {penalty!r}: it must be a finite number above 0"
+                "beam search is deterministic: leave n at 1 and temperature at 0 with beam_width"
             )
+        for name, is_given in (
+            ("stop strings", bool(self.stop)),
+            ("logprobs", self.logprobs is not None),
+            ("penalties", self.has_penalties),
+        ):
+            if is_given:
+                raise InputError(
+                    f"beam search does not take {name}: leave them out, or beam_width at 1"
+                )
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop`, normalised."""
+        return cast("tuple[str, ...]", self.stop)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """`stop_token_ids`, normalised."""
+        return cast("frozenset[int]", self.stop_token_ids)
 
     @property
     def has_penalties(self) -> bool:
@@ -132,3 +181,18 @@ class SamplingParams:
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+
+def _tuple_of(name: str, values: Any, kind: type) -> tuple[Any, ...]:
+    """None, one value or several of a kind, as a tuple."""
+    if values is None:
+        return ()
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        values = (values,)
+    listed = tuple(values)
+    for value in listed:
+        is_kind = isinstance(value, str if kind is str else SupportsIndex)
+        if not is_kind or isinstance(value, bool):
+            wanted = "strings" if kind is str else "token ids"
+            raise InputError(f"{name} holds {value!r}: it takes {wanted}")
+    return listed if kind is str else tuple(operator.index(value) for value in listed)

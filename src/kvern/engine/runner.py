@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvern.core.plan import Chunk, StepPlan, StepResult, TokenChoice
 from kvern.core.sequence import Sequence as TokenSequence
 from kvern.engine.batch import attend_batch, token_ids
-from kvern.engine.sampler import choose, likeliest, log_softmax
+from kvern.engine.sampler import choose, likeliest, log_softmax, require_finite
 from kvern.errors import IntegrityError
 from kvern.models.decoder import Decoder, LayerCache
 from kvern.models.workspace import Workspace
@@ -140,35 +140,41 @@ class Runner:
         return out
 
     def _use_row(self, chunk: Chunk, position: int, row: F32) -> list[TokenChoice] | None:
-        """Observe, score and sample from one row; choices only where the plan asks for some."""
+        """Observe, score and sample from one row; choices only where the plan asks for some.
+
+        A row that is not finite ends its own request: the choices are fillers, and the caller is told.
+        """
         seq = chunk.seq
         if self.observer is not None:
             self.observer.on_logits(seq, position, row)
-        if seq.request.needs_all_logits:
-            self._score(seq, position, row)
-        if chunk.num_samples == 0 or position != chunk.start + chunk.length - 1:
-            return None
-        if seq.request.beam_width:
-            return likeliest(row, chunk.num_samples)
-        first = seq.sample_index
+        is_sampled = chunk.num_samples > 0 and position == chunk.start + chunk.length - 1
         try:
-            return choose(
-                row,
-                seq.request.sampling,
-                range(first, first + chunk.num_samples),
-                position + 1,
-                seq.token_ids(0, position + 1),
-                seq.num_prompt_tokens,
-            )
+            if seq.request.needs_all_logits:
+                self._score(seq, position, row)
+            return self._choose(chunk, position, row) if is_sampled else None
         except IntegrityError as error:
             self._failures[seq.request.request_id] = str(error)
-            return [TokenChoice(0, 0.0)] * chunk.num_samples
+            return [TokenChoice(0, 0.0)] * chunk.num_samples if is_sampled else None
+
+    @staticmethod
+    def _choose(chunk: Chunk, position: int, row: F32) -> list[TokenChoice]:
+        seq = chunk.seq
+        if seq.request.beam_width:
+            return likeliest(row, chunk.num_samples, position + 1)
+        return choose(
+            row,
+            seq.request.sampling,
+            range(seq.sample_index, seq.sample_index + chunk.num_samples),
+            position + 1,
+            seq.token_ids(0, position + 1),
+            seq.num_prompt_tokens,
+        )
 
     def _score(self, seq: TokenSequence, position: int, row: F32) -> None:
-        scores = self._scores.setdefault(
-            seq.request.request_id, np.full(seq.num_prompt_tokens - 1, np.nan)
-        )
-        if position < len(scores):
+        require_finite(row, position + 1)
+        name, count = seq.request.request_id, seq.num_prompt_tokens - 1
+        scores = self._scores.setdefault(name, np.full(count, np.nan))
+        if position < count:
             target = int(seq.token_ids(position + 1, position + 2)[0])
             scores[position] = log_softmax(row)[target]
 

@@ -49,6 +49,18 @@ def uniform(seed: int, sample_index: int, position: int) -> float:
     return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
+def require_finite(row: F32, position: int) -> None:
+    """Refuse logits without a largest finite one.
+
+    Raises:
+        IntegrityError: names the position that they belong to.
+    """
+    if not np.isfinite(row.max()):  # max propagates NaN
+        raise IntegrityError(
+            f"the logits at position {position} are not finite: the weights or the cache are damaged"
+        )
+
+
 def log_softmax(row: F32) -> F64:
     """Natural log-probabilities of one row of logits, float64 ``[vocab]``."""
     shifted = row.astype(np.float64) - float(row.max())
@@ -89,10 +101,7 @@ def choose(
     Raises:
         IntegrityError: the logits hold a NaN.
     """
-    if not np.isfinite(row.max()):  # max propagates NaN
-        raise IntegrityError(
-            f"the logits at position {position} are not finite: the weights or the cache are damaged"
-        )
+    require_finite(row, position)
     params = sampling.params
     adjusted = _penalised(row, params, seen, num_prompt_tokens) if params.has_penalties else row
     if params.temperature == 0:
@@ -108,8 +117,13 @@ def choose(
     return [TokenChoice(token, float(logprobs[token]), top) for token in tokens]
 
 
-def likeliest(row: F32, count: int) -> list[TokenChoice]:
-    """The ``count`` most likely tokens with their log-probabilities, best first: a beam's candidates."""
+def likeliest(row: F32, count: int, position: int) -> list[TokenChoice]:
+    """The most likely tokens for a position with their log-probabilities, best first: a beam's candidates.
+
+    Raises:
+        IntegrityError: the logits hold a NaN.
+    """
+    require_finite(row, position)
     logprobs = log_softmax(row)
     return [TokenChoice(int(t), float(logprobs[t])) for t in top_tokens(logprobs, count)]
 
@@ -132,7 +146,8 @@ def _distribution(row: F32, params: SamplingParams) -> tuple[npt.NDArray[np.int6
 
     Temperature first, then top-k, top-p and min-p, each on what the one before left.
     """
-    scaled = (row.astype(np.float64) - float(row.max())) / params.temperature
+    with np.errstate(over="ignore"):  # a tiny temperature leaves only the most likely token
+        scaled = (row.astype(np.float64) - float(row.max())) / params.temperature
     weights = np.exp(scaled)
     if params.top_k > 0:
         ids = top_tokens(row, params.top_k)

@@ -30,6 +30,10 @@ class EngineSettings:
         replacement: which cached block is reused first: ``lru``, ``lfu``, ``fifo``, ``slru``, ...
         max_chunk_tokens: tokens of one prompt that one step computes at most; None: no further limit.
         no_cache: recompute everything at every step (to compare; slow).
+        max_head_of_line_wait_steps: steps for which a waiting request that does not fit may hold up
+            those behind it; see `kvern.core.config.SchedulerConfig`.
+        state_checkpoint_tokens: how often recurrent states are kept for later hits; see there.
+        max_state_checkpoint_bytes: budget of kept states; None: a quarter of the pool.
     """
 
     kv_format: str = "bf16"
@@ -45,6 +49,9 @@ class EngineSettings:
     replacement: str = "lru"
     max_chunk_tokens: int | None = None
     no_cache: bool = False
+    max_head_of_line_wait_steps: int = 8
+    state_checkpoint_tokens: int = 256
+    max_state_checkpoint_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Check.
@@ -57,6 +64,14 @@ class EngineSettings:
         for name in ("max_model_len", "threads", "max_chunk_tokens"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
+        for name in ("kv_format", "replacement"):
+            if not isinstance(getattr(self, name), str):
+                raise UsageError(f"{name} is {getattr(self, name)!r}: it must be a name")
+        for name in ("enable_prefix_caching", "no_cache"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} is {getattr(self, name)!r}: it must be true or false")
+        if self.kv_memory_bytes <= 0:
+            raise UsageError(f"kv_memory is {self.kv_memory!r}: give bytes above 0, as in 512MiB")
         if self.backend not in BACKENDS:
             raise UsageError(f"backend {self.backend!r} is unknown: choose {', '.join(BACKENDS)}")
         if self.weights_format not in WEIGHTS_FORMATS:
@@ -67,7 +82,12 @@ class EngineSettings:
     @property
     def kv_memory_bytes(self) -> int:
         """`kv_memory` in bytes."""
-        return parse_size(self.kv_memory) if isinstance(self.kv_memory, str) else self.kv_memory
+        size = self.kv_memory
+        if isinstance(size, str):
+            return parse_size(size)
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise UsageError(f"kv_memory is {size!r}: give whole bytes, or text as in 512MiB")
+        return size
 
 
 def _require_positive(name: str, value: object) -> None:

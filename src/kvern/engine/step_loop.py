@@ -61,7 +61,7 @@ class StepLoop:
             prompt=text,
             prompt_token_ids=tuple(int(t) for t in request.prompt),
             sampling=request.sampling,
-            stops=tuple(request.sampling.params.stop),
+            stops=request.sampling.params.stop_strings,
             arrived_s=self._clock(),
         )
         self.scheduler.add(request)
@@ -71,7 +71,7 @@ class StepLoop:
     def step(self) -> bool:
         """One step for all requests; False when there was nothing to do.
 
-        Whatever interrupts the execution, the plan is discarded and the bookkeeping stays sound.
+        Whatever interrupts it, the plan is discarded and the bookkeeping stays sound.
         """
         with self.lock:
             if not self.scheduler.has_work:
@@ -80,12 +80,13 @@ class StepLoop:
             self.tracker.note_started(plan.started)
             try:
                 result = self.runner.execute(plan)
+                failures = self.runner.take_failures()
+                self.tracker.note_failures(failures)
+                events = self.scheduler.commit(plan, result)
             except BaseException:
                 self.tracker.consume(self.scheduler.discard(plan), self._finish_sample)
                 raise
-            failures = self.runner.take_failures()
-            self.tracker.note_failures(failures)
-            self.tracker.consume(self.scheduler.commit(plan, result), self._finish_sample)
+            self.tracker.consume(events, self._finish_sample)
             for request_id in failures:
                 self.abort(request_id)
             return True

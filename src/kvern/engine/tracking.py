@@ -149,7 +149,7 @@ class Tracker:
         sample.token_ids.append(event.choice.token_id)
         if event.choice.top is not None:
             sample.logprobs.append(event.choice)
-        ends_silently = event.choice.token_id in state.sampling.params.stop_token_ids
+        ends_silently = event.choice.token_id in state.sampling.params.stop_ids
         text = "" if ends_silently else sample.text.push(event.choice.token_id)
         state.deltas.append(StreamDelta(event.sample_index, text, (event.choice.token_id,)))
         if sample.text.is_stopped:

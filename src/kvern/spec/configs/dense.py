@@ -73,8 +73,15 @@ def _exaone4_kinds(config: Config) -> Kinds:
 
 
 def _gemma4_full(config: Config) -> Caches:
-    """Full layers have their own head dim, and their own KV heads where K equals V."""
+    """Full layers have their own head dim, and their own KV heads where K equals V.
+
+    transformers writes them as `per_layer_config`: layer number -> fields, full layers only.
+    """
     values = dict(config.values)
+    if config.get("per_layer_config") is not None:
+        own = config.table("per_layer_config")
+        first = own.table(*own.values) if own.values else own
+        return heads(Config({**values, **first.values}, config.source), All())
     values["head_dim"] = config.integer("global_head_dim", default=512)
     kv_heads = config.optional_integer("num_global_key_value_heads")
     if kv_heads is not None and config.flag("attention_k_eq_v", default=True):
