@@ -1,7 +1,7 @@
 """Draws the pictures of docs/how-the-cache-works.md by running the product.
 
-    pip install ".[docs]"
-    python docs/figures.py            writes docs/images/*.png and prints the figures in the text
+pip install ".[docs]"
+python docs/figures.py            writes docs/images/*.png and prints the figures in the text
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ SYSTEM = "You answer in one short sentence. You never apologise, and you never r
 class Watch:
     """Notes, per step, what each sequence computed and which blocks its table named."""
 
+    wants_layers = True
+
     def __init__(self) -> None:
         self.steps: list[list[tuple[str, int, int, list[int]]]] = []
 
@@ -34,6 +36,7 @@ class Watch:
         """Logits are not drawn."""
 
     def on_layer(self, chunks: Sequence[Any], layer: int, hidden: np.ndarray) -> None:
+        """Called after each layer; the first is enough."""
         if layer == 0:
             self.steps.append(
                 [
@@ -66,7 +69,9 @@ def work_with_and_without() -> None:
                 last = stamp
         print(f"{name}: {sum(tokens):,} tokens processed, {np.median(seconds) * 1e3:.1f} ms/token")
         left.plot(range(1, len(tokens) + 1), tokens, color=colour, lw=2, label=name)
-        right.plot(range(2, len(seconds) + 2), np.array(seconds) * 1e3, color=colour, lw=1.5, label=name)
+        right.plot(
+            range(2, len(seconds) + 2), np.array(seconds) * 1e3, color=colour, lw=1.5, label=name
+        )
     left.set(title="Tokens a step processes", xlabel="new token", ylabel="tokens", ylim=0)
     right.set(title="Time per new token", xlabel="new token", ylabel="milliseconds", ylim=0)
     left.legend(frameon=False)
@@ -125,7 +130,9 @@ def block_tables() -> None:
         llm.generate(prompts, SamplingParams(max_tokens=10, ignore_eos=True))
         step = max(watch.steps, key=len)
         stats = llm.stats()
-    print(f"block tables: {len(step)} sequences, {stats.counters.hits} of {stats.counters.queries} hit")
+    print(
+        f"block tables: {len(step)} sequences, {stats.counters.hits} of {stats.counters.queries} hit"
+    )
     rows = sorted(step)
     holders = [block for *_, blocks in rows for block in blocks]
     width = max(len(blocks) for *_, blocks in rows)
@@ -144,7 +151,9 @@ def block_tables() -> None:
     axes.axis("off")
     legend = [(CACHED, "sealed, shared"), (COMPUTED, "sealed, own"), (OPEN, "open")]
     patches = [Patch(color=c, label=name) for c, name in legend]
-    axes.legend(handles=patches, ncols=3, frameon=False, loc="lower right", bbox_to_anchor=(1, -0.16))
+    axes.legend(
+        handles=patches, ncols=3, frameon=False, loc="lower right", bbox_to_anchor=(1, -0.16)
+    )
     _save(figure, "block-tables.png")
 
 

@@ -22,6 +22,8 @@ PROMPT_LENGTHS = (1, 37, 700)
 class LogitsRecorder:
     """Keeps the logits after every computed position of one request."""
 
+    wants_layers = False
+
     def __init__(self) -> None:
         self.rows: dict[int, np.ndarray] = {}
 

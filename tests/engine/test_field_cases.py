@@ -24,6 +24,8 @@ EXACT = {"kv_format": "fp32", "weights_format": "fp32"}
 class Logits:
     """Logits after each position of each request, of the last time it was computed."""
 
+    wants_layers = False
+
     def __init__(self, llm: LLM) -> None:
         self.rows: dict[tuple[str, int, int], np.ndarray] = {}
         llm.model.runner.observer = self

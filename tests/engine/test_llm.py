@@ -488,3 +488,22 @@ def test_score_takes_one_prompt_or_many_up_to_the_whole_context(make_tiny: Make)
         (many,) = llm.score([list(range(64))])
         np.testing.assert_array_equal(one, many)
         assert len(one) == 63
+
+
+def test_recorded_programs_change_no_bit(make_tiny: Make, prompts: Any) -> None:
+    """Steps repeated from a recording against steps operation by operation, over growing positions."""
+    answers = []
+    for recorded in (True, False):
+        with make_tiny(backend="auto", max_num_batched_tokens=64) as llm:
+            decoder = llm.model.decoder
+            if not hasattr(decoder.backend, "recording"):
+                pytest.skip("this backend records nothing: the native kernels are not built here")
+            if not recorded:
+                decoder._recorder = None
+            params = SamplingParams(max_tokens=30, logprobs=3)
+            outs = llm.generate([*prompts, list(range(300))], params)
+            state = llm.model.runner.workspace.recorded
+            assert (state.program is not None) is recorded
+            assert not state.is_refused
+            answers.append([out.logprobs for out in outs])
+    assert answers[0] == answers[1]

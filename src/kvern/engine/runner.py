@@ -5,6 +5,7 @@ It changes no bookkeeping. What it counts, it counts where the work is done.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +48,14 @@ class WorkCounters:
 
 
 class Observer(Protocol):
-    """Watches a step from inside: for the doctor and for tests. With one, every row's logits are computed."""
+    """Watches a step from inside: for the doctor and for tests. With one, every row's logits are computed.
+
+    Attributes:
+        wants_layers: call `on_layer`. The step then runs operation by operation; otherwise it runs as
+            without an observer, by a recorded program where there is one.
+    """
+
+    wants_layers: bool
 
     def on_logits(self, seq: TokenSequence, position: int, row: F32) -> None:
         """Logits ``[vocab]`` after the token at ``position``; the array is reused."""
@@ -90,9 +98,9 @@ class Runner:
         groups = self.store.plan.groups
         batches = [attend_batch(chunks, index, group) for index, group in enumerate(groups)]
         observer = self.observer
-        trace = (
-            None if observer is None else (lambda i, hidden: observer.on_layer(chunks, i, hidden))
-        )
+        trace = None
+        if observer is not None and observer.wants_layers:
+            trace = functools.partial(observer.on_layer, chunks)
         hidden, products = self.decoder.forward(
             token_ids(chunks), batches, self._cache, self.workspace, trace
         )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ from kvern.models.load_feed_forward import feed_forward_of
 from kvern.models.load_mixer import Mixer, mixer_of
 from kvern.models.loader import Loader
 from kvern.models.per_layer import per_layer_inputs_of
+from kvern.models.program import RecordingBackend, is_repeatable, run_or_repeat
 from kvern.models.rowwise import Norm
 from kvern.models.streams import Streams, streams_of
 from kvern.models.weights import WeightSource
@@ -80,6 +82,8 @@ class Decoder:
         self.per_layer = per_layer_inputs_of(loader) if config.per_layer_size else None
         self.streams = streams_of(loader) if config.num_streams else None
         self.layers = [self._layer(loader, index) for index in range(len(config.layers))]
+        records = hasattr(backend, "recording") and is_repeatable(self.config)
+        self._recorder = cast("RecordingBackend", backend) if records else None
 
     @staticmethod
     def _layer(loader: Loader, index: int) -> DecoderLayer:
@@ -116,6 +120,26 @@ class Decoder:
             The final normed hidden states ``[T, hidden_size]`` (a view of the workspace, valid
             until the next call) and the number of query-key products per head, summed over layers.
         """
+        recorder = self._recorder
+        if trace is None and recorder is not None and cast("object", recorder) is self.backend:
+            return run_or_repeat(
+                recorder,
+                workspace,
+                token_ids,
+                batches,
+                lambda: self._forward(token_ids, batches, cache, workspace, None),
+            )
+        return self._forward(token_ids, batches, cache, workspace, trace)
+
+    def _forward(
+        self,
+        token_ids: I32,
+        batches: Sequence[AttendBatch],
+        cache: Sequence[LayerCache],
+        workspace: Workspace,
+        trace: LayerTrace | None,
+    ) -> tuple[F32, int]:
+        """`forward`, operation by operation."""
         buffers = workspace.rows(len(token_ids))
         hidden, products = buffers.hidden, 0
         self._embed(token_ids, batches[0].positions, buffers)

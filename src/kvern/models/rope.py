@@ -24,7 +24,7 @@ SCALING_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "
 OLD_KINDS = {"su": "longrope", "mrope": "default"}
 """Names of older files. mrope turns text by its position alone."""
 LENGTH_DEPENDENT = ("longrope", "dynamic")
-MINIMUM_ROWS = 1024
+MINIMUM_ROWS = 4096
 
 
 def scaling_kind(scaling: Mapping[str, Any]) -> str:

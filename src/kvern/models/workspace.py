@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvern.kernels.protocol import AttendBatch
 from kvern.models.config import DecoderConfig, LayerConfig
 
 F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
 
 HIDDEN_BUFFERS = ("hidden", "normed", "delta", "second_delta")
 
@@ -55,14 +58,33 @@ class StepBuffers:
     layers: Sequence[LayerBuffers]
 
 
+class Program(Protocol):
+    """A step's operations recorded by a backend, on the addresses of one workspace and pool."""
+
+    max_positions: int
+
+    def run(self, token_ids: I32, batches: Sequence[AttendBatch]) -> int:
+        """Repeat them for other tokens; returns the number of query-key products per head."""
+        ...
+
+
+@dataclass(slots=True)
+class Recorded:
+    """What `kvern.models.program` keeps for a workspace: a program, or that none can be had."""
+
+    program: Program | None = None
+    is_refused: bool = False
+
+
 class Workspace:
-    """Every activation buffer of one decoder."""
+    """Every activation buffer of one decoder, and the program recorded on them, if any."""
 
     MAX_REMEMBERED = 64
 
     def __init__(self, config: DecoderConfig, max_tokens: int) -> None:
         """Allocate for steps of up to ``max_tokens`` tokens."""
         self.max_tokens = max_tokens
+        self.recorded = Recorded()
         self._layers = config.layers
         self._hidden_size = config.hidden_size
         self._flat = {
