@@ -43,7 +43,9 @@ def peer(smollm2_path: Path) -> Any:
     return model.eval()
 
 
-@pytest.fixture(scope="module", params=["native", "reference"])
+@pytest.fixture(
+    scope="module", params=["native", pytest.param("reference", marks=pytest.mark.full)]
+)
 def llm(request: Any, smollm2_path: Path) -> Iterator[LLM]:
     if request.param == "native":
         request.getfixturevalue("require_native")
