@@ -82,6 +82,16 @@ static inline uint64_t visible_mask(const kvern::AttendParams& p, int64_t first,
     return mask;
 }
 
+static inline int64_t last_position(const AttendItem& item) {
+    return item.sees_all ? item.unit_limit * kUnit - 1 : item.first_position + item.num_tokens - 1;
+}
+
+// Keys in the tile at `base` that some token of the item sees.
+static inline uint64_t needed_mask(const AttendShape& shape, const AttendItem& item, int64_t base) {
+    if (item.sees_all) return ~0ull;
+    return visible_mask(shape.params, item.first_position, last_position(item), base);
+}
+
 struct RowRange {
     int begin, end;
 };
@@ -90,10 +100,10 @@ struct RowRange {
 // (row, visible key) pairs.
 static RowRange set_masks(const AttendShape& shape, const AttendItem& item, int64_t base, uint64_t* masks,
                           int64_t& pairs) {
-    RowRange range{item.num_positions * item.num_heads, 0};
-    for (int i = 0; i < item.num_positions; ++i) {
+    RowRange range{item.num_tokens * item.num_heads, 0};
+    for (int i = 0; i < item.num_tokens; ++i) {
         const int64_t p = item.first_position + i;
-        const uint64_t mask = visible_mask(shape.params, p, p, base);
+        const uint64_t mask = item.sees_all ? ~0ull : visible_mask(shape.params, p, p, base);
         for (int g = 0; g < item.num_heads; ++g) masks[i * item.num_heads + g] = mask;
         if (mask == 0) continue;
         pairs += static_cast<int64_t>(__builtin_popcountll(mask)) * item.num_heads * item.num_kv_heads;
@@ -115,7 +125,7 @@ static bool attend_tile(const AttendShape& shape, const AttendItem& item, const 
         S::pack_values(src, shape.values.type, shape.values.dim, padded, j, n, b.tile.values, ahead);
     });
     if (!ok) return false;
-    const int first = (head - item.first_kv_head) * item.num_positions * item.num_heads;
+    const int first = (head - item.first_kv_head) * item.num_tokens * item.num_heads;
     const RowState rows = rows_from(b.rows, first, steps, padded);
     for (int r = range.begin; r < range.end; r += kRowBlock) {
         const int end = r + kRowBlock < range.end ? r + kRowBlock : range.end;
@@ -128,8 +138,8 @@ static bool attend_tile(const AttendShape& shape, const AttendItem& item, const 
 template <class S>
 static bool attend_unit(const AttendShape& shape, const AttendItem& item, const ItemBuffers& b, int64_t unit,
                         int steps, int64_t& pairs) {
-    const int rows = item.num_positions * item.num_heads * item.num_kv_heads;
-    const int64_t last = item.first_position + item.num_positions - 1;
+    const int rows = item.num_tokens * item.num_heads * item.num_kv_heads;
+    const int64_t last = last_position(item);
     for (int r = 0; r < rows; ++r) {
         b.rows.m[r] = kMinusInf;
         b.rows.l[r] = 0.0f;
@@ -137,7 +147,7 @@ static bool attend_unit(const AttendShape& shape, const AttendItem& item, const 
     std::memset(b.rows.acc, 0, static_cast<size_t>(rows) * shape.value_dim_padded * 4);
     Ahead ahead;
     for (int64_t base = unit * kUnit; base < (unit + 1) * kUnit && base <= last; base += kTile) {
-        const uint64_t need = visible_mask(shape.params, item.first_position, last, base);
+        const uint64_t need = needed_mask(shape, item, base);
         if (need == 0) continue;
         const RowRange range = set_masks(shape, item, base, b.masks, pairs);
         for (int h = 0; h < item.num_kv_heads; ++h) {
@@ -145,8 +155,8 @@ static bool attend_unit(const AttendShape& shape, const AttendItem& item, const 
             const int64_t next_base = same_tile ? base : base + kTile;
             const int next_head = item.first_kv_head + (same_tile ? h + 1 : 0);
             ahead.clear();
-            if (next_base <= last) {
-                const uint64_t next = visible_mask(shape.params, item.first_position, last, next_base);
+            if (next_base <= last && next_base < item.unit_limit * kUnit) {
+                const uint64_t next = needed_mask(shape, item, next_base);
                 for (const StreamView* s : {&shape.keys, &shape.values}) {
                     const int64_t row_bytes = s->dim * stream_width(s->type);
                     for_each_run(item, *s, next_head, next_base, next,
@@ -165,16 +175,19 @@ static bool attend_unit(const AttendShape& shape, const AttendItem& item, const 
 template <class S>
 static int64_t attend_item_as(const AttendShape& shape, const AttendItem& item, uint8_t* scratch) {
     const ItemBuffers b = cut_buffers(shape, scratch);
-    const int rows_per_head = item.num_positions * item.num_heads;
+    const int rows_per_head = item.num_tokens * item.num_heads;
     const int rows = rows_per_head * item.num_kv_heads;
     const int padded = shape.value_dim_padded;
     const int steps = (shape.keys.dim + S::kPer - 1) / S::kPer;
-    // Head of a row, counted from the item's first, and its position.
-    auto head_of = [&](int r) { return r / rows_per_head * item.num_heads + r % item.num_heads; };
-    auto position_of = [&](int r) { return r % rows_per_head / item.num_heads; };
+    auto head_of = [&](int r) {
+        return static_cast<int64_t>(item.first_head + r / rows_per_head * item.num_heads + r % item.num_heads);
+    };
+    auto place_of = [&](int r) { return r % rows_per_head / item.num_heads; };
+    auto token_of = [&](int r) {
+        return item.places ? item.places[place_of(r)].token : item.first_token + place_of(r);
+    };
     for (int r = 0; r < rows; ++r) {
-        const float* q = item.q + position_of(r) * item.q_token_stride +
-                         static_cast<int64_t>(head_of(r)) * shape.keys.dim;
+        const float* q = item.q + token_of(r) * item.q_token_stride + head_of(r) * shape.keys.dim;
         S::pack_q(q, shape.keys.dim, b.rows.q + static_cast<int64_t>(r) * steps);
         b.rows.run_m[r] = kMinusInf;
         b.rows.run_l[r] = 0.0f;
@@ -184,8 +197,10 @@ static int64_t attend_item_as(const AttendShape& shape, const AttendItem& item, 
         if (!attend_unit<S>(shape, item, b, unit, steps, pairs)) return -1;
         for (int r = 0; r < rows; ++r) {
             const float* acc = b.rows.acc + static_cast<int64_t>(r) * padded;
-            if (item.partial) {
-                float* to = item.partial + (r * item.partial_units + unit - item.partial_first_unit) * (padded + 2);
+            if (item.places) {
+                const kvern::AttendPlace& at = item.places[place_of(r)];
+                float* to = item.partials + at.partial +
+                            (head_of(r) * at.units + unit - at.first_unit) * (padded + 2);
                 std::memcpy(to, acc, static_cast<size_t>(padded) * 4);
                 to[padded] = b.rows.m[r];
                 to[padded + 1] = b.rows.l[r];
@@ -195,12 +210,11 @@ static int64_t attend_item_as(const AttendShape& shape, const AttendItem& item, 
             }
         }
     }
-    if (item.partial) return pairs;
+    if (item.places) return pairs;
     for (int r = 0; r < rows; ++r) {
-        float* out = item.out + position_of(r) * item.out_token_stride +
-                     static_cast<int64_t>(head_of(r)) * shape.values.dim;
+        float* out = item.out + token_of(r) * item.out_token_stride + head_of(r) * shape.values.dim;
         finish_row(shape, b.rows.run + static_cast<int64_t>(r) * padded, b.rows.run_m[r], b.rows.run_l[r],
-                   item.first_head + head_of(r), out);
+                   static_cast<int>(head_of(r)), out);
     }
     return pairs;
 }

@@ -60,24 +60,34 @@ struct AttendParams {
     const float* sink_logits;  // [num_heads] or null
 };
 
-// One piece of attention work: some rows of one sequence over a run of split units, for one or several
-// KV heads. Rows are (KV head, position, head of its group), in this order.
+// Where a token's unit partials lie: head h, unit u at
+// partial + ((h * units) + u - first_unit) * (value_dim_padded + 2), as acc, m, l.
+struct AttendPlace {
+    int64_t token;
+    int64_t partial;  // in floats
+    int64_t first_unit, units;
+};
+
+// One piece of attention work: some tokens' rows over a run of split units, for one or several KV heads.
+// Rows are (KV head, token, head of its group), in this order.
 struct AttendItem {
     const int32_t* block_table;
-    int64_t first_position;  // of the item's first row
-    int num_positions;
-    int first_head;          // query head of the item's first row
-    int num_heads;           // query heads per position and KV head
+    bool sees_all;           // the tokens, of several sequences, all see every key of these units
+    int64_t first_position;  // of the first token, when not sees_all
+    int64_t first_token;     // tokens are consecutive, unless places say which
+    int num_tokens;
+    int first_head;          // query head of the first row
+    int num_heads;           // query heads per token and KV head
     int first_kv_head, num_kv_heads;
     int64_t unit_begin, unit_end;
-    const float* q;          // row (h, i, g): q + i * q_token_stride + (h * num_heads + g) * key_dim
+    int64_t unit_limit;      // units of the same keys go on to here: what may be asked for ahead
+    const float* q;          // token t, head h: q + t * q_token_stride + h * key_dim
     int64_t q_token_stride;
-    float* out;              // row (h, i, g): out + i * out_token_stride + (h * num_heads + g) * value_dim
+    float* out;              // token t, head h: out + t * out_token_stride + h * value_dim
     int64_t out_token_stride;
-    // When set, every unit's partial result is stored instead of `out`:
-    // row r, unit u: partial + (r * num_units + u - first_unit) * (value_dim_padded + 2)
-    float* partial;
-    int64_t partial_units, partial_first_unit;
+    // When set, every unit's partial result is stored instead of `out`.
+    float* partials;
+    const AttendPlace* places;  // [num_tokens]
 };
 
 struct AttendShape {
