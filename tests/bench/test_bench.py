@@ -21,7 +21,7 @@ from kvern.errors import UsageError
 
 TOP = {
     "schema", "kvern", "date", "quick", "machine", "model", "runs", "limits", "engines", "absent",
-    "left_out", "warnings", "items",
+    "left_out", "warnings", "items", "kernels",
 }  # fmt: skip
 
 
@@ -148,6 +148,35 @@ def test_several_kv_formats_are_compared_with_each_other(
     assert (bf16["label"], fp32["label"]) == ("kvern bf16", "kvern fp32")
     assert set(bf16["ratios"]) == {"kvern fp32"}
     assert fp32["kv"]["bytes_used"] == 2 * bf16["kv"]["bytes_used"]
+
+
+def test_attention_alone(bench: Callable[..., dict[str, Any]], tiny_model: Path) -> None:
+    document = bench(
+        "--model",
+        str(tiny_model),
+        "--cases",
+        "attend",
+        "--kv-format",
+        "bf16,fp32",
+        "--threads",
+        "1",
+    )
+    assert document["items"] == []
+    rows = document["kernels"]
+    assert [(row["context"], row["batch"], row["kv_format"]) for row in rows] == [
+        (64, 1, "bf16"),
+        (64, 1, "fp32"),
+        (64, 2, "bf16"),
+        (64, 2, "fp32"),
+    ]
+    for row in rows:
+        assert row["kv_bytes"] == row["context"] * row["batch"] * 2 * 2 * 16 * (
+            2 if row["kv_format"] == "bf16" else 4
+        )
+        assert row["kvern"]["seconds"]["median"] > 0
+        assert isinstance(row["torch"], dict) or "torch" in row["torch"]
+    assert "torch sdpa" in text_report(document)
+    assert "Attention alone" in html_report(document)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -4,7 +4,8 @@ Every native call's measured time goes to one party. A matrix product waits for 
 reading them at the measured bandwidth takes longer than its arithmetic at the measured rate, and for
 arithmetic otherwise; attention waits for keys and values in the same sense. What is neither matrix
 product nor attention is a small operation. The rest of a step is Python: bookkeeping (plan and
-commit), sampling, and the decoder's own lines.
+commit), sampling, and the decoder's own lines. Calls are timed in one run and steps in another,
+because an engine whose calls are timed cannot repeat a recorded step in one call.
 
 The bound of a step is the time that no engine on this machine can beat: it must read the weights
 once and each sequence's visible keys and values once, and do the arithmetic, the two overlapping at
@@ -32,6 +33,7 @@ PARTIES = (
     "sampling",
     "Python in the decoder",
 )
+PHASES = ("prefill", "decode", "all")
 PYTHON_PARTIES = ("bookkeeping", "sampling", "Python in the decoder")
 
 
@@ -42,13 +44,15 @@ class Phase:
     Attributes:
         steps: how many.
         tokens: rows that went through the decoder.
-        seconds: measured, without what recording cost.
+        seconds: of the untouched steps.
         bound_s: the least that the machine's limits allow.
         parts_s: seconds by party; they add up to `seconds`.
         weight_bytes: read at least.
         kv_bytes: read at least.
         operations: multiplications and additions in matrix products and attention.
         native_calls: operations of the backend.
+        attend_s: seconds of the attention calls alone.
+        head_s: seconds of the output head, which comes after the decoder.
     """
 
     steps: int = 0
@@ -60,6 +64,8 @@ class Phase:
     kv_bytes: float = 0.0
     operations: float = 0.0
     native_calls: int = 0
+    attend_s: float = 0.0
+    head_s: float = 0.0
 
     def document(self) -> dict[str, Any]:
         """As JSON: totals, and the share of each party."""
@@ -77,6 +83,8 @@ class Phase:
             "kv_bytes": self.kv_bytes,
             "operations": self.operations,
             "native_calls": self.native_calls,
+            "attend_s": self.attend_s,
+            "attend_bytes_per_s": self.kv_bytes / self.attend_s if self.attend_s else None,
         }
 
 
@@ -88,26 +96,31 @@ class Accountant:
         limits: of the machine.
         kv_format: of the engine.
         stored_weight_bytes: of the file; a packed copy in memory may be larger.
-        overhead_per_call_s: what recording a call costs.
     """
 
     limits: Limits
     kv_format: str
     stored_weight_bytes: int
-    overhead_per_call_s: float
 
-    def phases(self, steps: Sequence[Step]) -> dict[str, Phase]:
-        """``prefill`` (steps with prompt tokens), ``decode`` (one token per sequence) and ``all``."""
-        phases = {name: Phase() for name in ("prefill", "decode", "all")}
-        for step in steps:
+    def phases(self, timed: Sequence[Step], untouched: Sequence[Step]) -> dict[str, Phase]:
+        """``prefill`` (steps with prompt tokens), ``decode`` (one token per sequence) and ``all``.
+
+        Args:
+            timed: steps of a run whose calls were timed.
+            untouched: those of a run of equal shape whose calls were not.
+        """
+        phases = {name: Phase() for name in PHASES}
+        for step in timed:
             counted = self._count(step)
-            is_decode = _num_rows(step) == _num_sequences(step)
-            for name in ("decode" if is_decode else "prefill", "all"):
+            for name in _phases_of(step):
                 _add(phases[name], counted)
+        for name, phase in phases.items():
+            _split_python(phase, [step for step in untouched if name in _phases_of(step)])
         return phases
 
     def _count(self, step: Step) -> Phase:
-        phase = Phase(steps=1, tokens=_num_rows(step), native_calls=len(step.calls))
+        """Native calls alone."""
+        phase = Phase(steps=1, tokens=step.num_tokens, native_calls=len(step.calls))
         weights: dict[int, int] = {}
         arithmetic_s = 0.0
         for call in step.calls:
@@ -118,31 +131,17 @@ class Accountant:
             elif call.name.startswith("attend"):
                 read_s, compute_s, operations = self._attend(call, phase)
                 party = "KV reads" if read_s >= compute_s else "arithmetic"
+                phase.attend_s += seconds
             else:
                 compute_s, operations, party = 0.0, 0.0, "small operations"
             phase.parts_s[party] += seconds
             phase.operations += operations
             arithmetic_s += compute_s
+        phase.head_s = _head_s(step)
         phase.weight_bytes = float(min(sum(weights.values()), self.stored_weight_bytes))
         read_s = (phase.weight_bytes + phase.kv_bytes) / self.limits.read_bytes_per_s
         phase.bound_s = max(read_s, arithmetic_s)
-        self._python(step, phase)
         return phase
-
-    def _python(self, step: Step, phase: Phase) -> None:
-        """What is left of the step once the native calls, and their recording, are taken off."""
-        in_forward = [call for call in step.calls if not _is_head(call, step)]
-        forward_s = sum(call.ended_s - call.started_s for call in in_forward)
-        head_s = sum(call.ended_s - call.started_s for call in step.calls) - forward_s
-        recording_s = self.overhead_per_call_s * len(in_forward)
-        rest = {
-            "Python in the decoder": step.forward_s - forward_s - recording_s,
-            "sampling": step.execute_s - step.forward_s - head_s,
-            "bookkeeping": step.seconds - step.execute_s,
-        }
-        for name, seconds in rest.items():
-            phase.parts_s[name] += max(0.0, seconds)
-        phase.seconds = sum(phase.parts_s.values())
 
     def _matmul(self, call: Call, weights: dict[int, int]) -> tuple[float, float, float]:
         x, weight = call.args[0], call.args[1]
@@ -183,30 +182,45 @@ def _visible_keys(batch: Any, params: Any) -> int:
     return int(np.minimum(lengths, params.window + queries - 1 + params.num_sink_tokens).sum())
 
 
-def _num_rows(step: Step) -> int:
-    return next((len(call.args[1]) for call in step.calls if call.name == "embed"), 0)
+def _phases_of(step: Step) -> tuple[str, str]:
+    return "decode" if step.num_tokens == step.num_sequences else "prefill", "all"
 
 
-def _num_sequences(step: Step) -> int:
-    for call in step.calls:
-        if call.name.startswith("attend"):
-            return len(call.args[3].seq_lens)
-    return 0
+def _head_s(step: Step) -> float:
+    """Seconds of the output head, whose matrix product comes after the decoder's forward has ended."""
+    last = step.calls[-1] if step.calls else None
+    return last.ended_s - last.started_s if last is not None and last.name == "matmul" else 0.0
 
 
-def _is_head(call: Call, step: Step) -> bool:
-    """Whether a call is the output head's: it comes after the decoder's forward has ended."""
-    return call is step.calls[-1] and call.name == "matmul"
+def _split_python(phase: Phase, untouched: Sequence[Step]) -> None:
+    """What the untouched steps took beside the native calls.
+
+    Two runs never take the same time: native parts are scaled down where they alone would exceed it.
+    """
+    forward_s = sum(step.forward_s for step in untouched)
+    execute_s = sum(step.execute_s for step in untouched)
+    native_s = sum(phase.parts_s.values())
+    if native_s > execute_s > 0:
+        scale = execute_s / native_s
+        phase.head_s *= scale
+        phase.parts_s = {name: seconds * scale for name, seconds in phase.parts_s.items()}
+        native_s = execute_s
+    sampling_s = max(0.0, execute_s - forward_s - phase.head_s)
+    phase.parts_s["sampling"] = min(sampling_s, execute_s - native_s)
+    phase.parts_s["Python in the decoder"] = execute_s - native_s - phase.parts_s["sampling"]
+    phase.parts_s["bookkeeping"] = sum(step.seconds for step in untouched) - execute_s
+    phase.seconds = sum(phase.parts_s.values())
 
 
 def _add(phase: Phase, counted: Phase) -> None:
     phase.steps += counted.steps
     phase.tokens += counted.tokens
-    phase.seconds += counted.seconds
     phase.bound_s += counted.bound_s
     phase.weight_bytes += counted.weight_bytes
     phase.kv_bytes += counted.kv_bytes
     phase.operations += counted.operations
     phase.native_calls += counted.native_calls
+    phase.attend_s += counted.attend_s
+    phase.head_s += counted.head_s
     for name, seconds in counted.parts_s.items():
         phase.parts_s[name] += seconds

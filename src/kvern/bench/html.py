@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from kvern.bench.charts import Bar, Line, bar_chart, line_chart, share_chart
-from kvern.bench.text import bottleneck_sentence, number
+from kvern.bench.text import bottleneck_sentence, kernel_cell, number
 from kvern.spec.budget import format_size
 
 STYLE = """
@@ -43,6 +43,7 @@ def html_report(document: Mapping[str, Any]) -> str:
             body += _item_section(item, ours)
     body += _sweep_section([item for item in document["items"] if item["case"] == "sweep"], ours)
     body += _bottlenecks(document["items"])
+    body += _kernels(document["kernels"])
     body += _engines(document)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -164,6 +165,22 @@ def _bottlenecks(items: Sequence[Mapping[str, Any]]) -> list[str]:
         *[f"<li>{escape(label)}: {escape(bottleneck_sentence(p))}</li>" for label, p in found],
         "</ul>",
     ]
+
+
+def _kernels(kernels: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not kernels:
+        return []
+    rows = []
+    for row in kernels:
+        cells = [
+            f"{row['context']:,} × {row['batch']}, {row['kv_format']}",
+            number(row["limit_s"] * 1e6),
+            kernel_cell(row["kvern"]),
+            kernel_cell(row["torch"]),
+        ]
+        rows.append("".join(f"<td>{escape(cell)}</td>" for cell in cells))
+    heads = ("context × batch", "bandwidth limit µs", "kvern µs (share)", "torch sdpa µs (share)")
+    return ["<h2>Attention alone, per layer, one query per sequence</h2>", _table(heads, rows)]
 
 
 def _engines(document: Mapping[str, Any]) -> list[str]:

@@ -8,8 +8,9 @@ from typing import Any
 
 from kvern import LLM, SamplingParams, __version__
 from kvern.bench.breakdown import Accountant
+from kvern.bench.kernel import attend_benchmark
 from kvern.bench.limits import Limits, measure_limits
-from kvern.bench.recording import Recorder, overhead_per_call_s
+from kvern.bench.recording import Recorder, Step
 from kvern.engine.outputs import RequestOutput
 from kvern.engine.tracking import RequestState
 from kvern.errors import KvernError
@@ -85,38 +86,61 @@ class Adapter:
         return self._record(states, wall_s)
 
     def profile(self, args: dict[str, Any]) -> dict[str, Any]:
-        """The same work with every step and native call recorded.
+        """Where the time of a step goes: two recorded runs.
 
         Args:
-            args: ``work``, and ``limits`` as `limits` gave them.
+            args: ``timed`` and ``untouched``: two works of one item, the first for a run whose native
+                calls are timed, the second for one whose steps alone are; ``limits`` as `limits` gave them.
 
         Returns:
-            ``phases`` by name, ``kv`` (most bytes that requests held), and ``record`` as `run` gives it.
+            ``phases`` by name, ``kv`` (most bytes that requests held), ``wall_s`` of the untouched run.
         """
-        work, llm = args["work"], self._engine
-        self._prepare(work)
-        with Recorder(llm) as recorder:
-            started = time.perf_counter()
-            states = self._submit(work)
-            while recorder.step():
-                pass
-            wall_s = time.perf_counter() - started
+        llm = self._engine
+        timed, _ = self._recorded(args["timed"], times_calls=True)
+        untouched, record = self._recorded(args["untouched"], times_calls=False)
         accountant = Accountant(
             limits=Limits(**args["limits"]),
             kv_format=llm.settings.kv_format,
             stored_weight_bytes=llm.model.weights.nbytes,
-            overhead_per_call_s=overhead_per_call_s(),
         )
-        phases = accountant.phases(recorder.steps)
-        blocks = max((step.blocks_in_use for step in recorder.steps), default=0)
+        phases = accountant.phases(timed, untouched)
+        blocks = max((step.blocks_in_use for step in untouched), default=0)
         return {
             "phases": {name: phase.document() for name, phase in phases.items()},
             "kv": {
                 "bytes_used": blocks * llm.model.kv_plan.page_bytes,
                 "bytes_total": llm.model.store.nbytes,
             },
-            "record": self._record(states, wall_s),
+            "wall_s": record["wall_s"],
         }
+
+    def _recorded(
+        self, work: dict[str, Any], times_calls: bool
+    ) -> tuple[list[Step], dict[str, Any]]:
+        self._prepare(work)
+        with Recorder(self._engine, times_calls) as recorder:
+            started = time.perf_counter()
+            states = self._submit(work)
+            while recorder.step():
+                pass
+            wall_s = time.perf_counter() - started
+        return recorder.steps, self._record(states, wall_s)
+
+    def kernels(self, args: dict[str, Any]) -> list[dict[str, Any]]:
+        """Attention alone; see `kvern.bench.kernel`.
+
+        Args:
+            args: ``limits`` as `limits` gave them, ``kv_formats``, ``runs``, ``quick``.
+        """
+        model = self._engine.model
+        return attend_benchmark(
+            model.backend,
+            model.spec,
+            args["kv_formats"],
+            Limits(**args["limits"]),
+            args["runs"],
+            args["quick"],
+        )
 
     def close(self) -> None:
         """Give the memory back."""

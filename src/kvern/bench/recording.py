@@ -1,15 +1,18 @@
 """Where a step's time goes: every backend call and every step, timed from outside.
 
-Only the profile run is recorded; the runs that are reported are not touched. What recording itself
-costs per call is measured and taken off.
+Only profile runs are recorded; the runs that are reported are not touched. There are two: one that
+times every backend call, for which the engine goes through its operations one by one, and one that
+times steps alone and leaves the engine as it is, with whatever it records and repeats.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from kvern.core.plan import StepPlan, StepResult
 
 if TYPE_CHECKING:
     from kvern import LLM
@@ -34,13 +37,17 @@ class Step:
         seconds: planning, executing and committing it, without what looking at the blocks took.
         forward_s: the decoder, its native calls included.
         execute_s: decoder, logits and sampling.
-        calls: the backend's operations in it.
+        num_tokens: rows that went through the decoder.
+        num_sequences: that they belong to.
+        calls: the backend's operations in it; empty when they are not timed.
         blocks_in_use: blocks that requests hold while it runs.
     """
 
     seconds: float
     forward_s: float
     execute_s: float
+    num_tokens: int
+    num_sequences: int
     calls: list[Call]
     blocks_in_use: int
 
@@ -79,90 +86,73 @@ class TimedBackend:
         return calls
 
 
-def overhead_per_call_s(times: int = 2000) -> float:
-    """What noting one call costs outside the noted time."""
-
-    class Nothing:
-        def do(self, *_args: object) -> None:
-            return None
-
-    def seconds(call: Callable[..., None]) -> float:
-        started = time.perf_counter()
-        for _ in range(times):
-            call(1, 2, 3)
-        return time.perf_counter() - started
-
-    bare = Nothing()
-    timed = TimedBackend(bare)
-    _ = timed.do  # so that the attribute exists
-    direct_s = min(seconds(bare.do) for _ in range(3))
-    with_notes_s = []
-    noted_s = []
-    for _ in range(3):
-        with_notes_s.append(seconds(timed.do))
-        noted_s.append(sum(call.ended_s - call.started_s for call in timed.take()))
-    noted_empty_s = min(noted_s) - direct_s
-    return max(0.0, (min(with_notes_s) - direct_s - max(0.0, noted_empty_s)) / times)
-
-
-@dataclass(slots=True)
 class Recorder:
     """Steps an engine under observation; use as a context manager."""
 
-    llm: LLM
-    steps: list[Step] = field(default_factory=list)
-    _durations: dict[str, float] = field(default_factory=dict)
-    _blocks_in_use: int = 0
-    _looking_s: float = 0.0
-    _timed: TimedBackend | None = None
-    _undo: list[Callable[[], None]] = field(default_factory=list)
+    def __init__(self, llm: LLM, times_calls: bool) -> None:
+        """Args: llm: with requests to do; times_calls: whether every backend call is timed."""
+        self.steps: list[Step] = []
+        self._llm = llm
+        self._timed = TimedBackend(llm.model.runner.decoder.backend) if times_calls else None
+        self._seen: _Seen | None = None
 
     def __enter__(self) -> Recorder:
         """Put the observers in place."""
-        model = self.llm.model
-        decoder, runner = model.runner.decoder, model.runner
-        inner, execute = decoder.backend, runner.execute
-        self._timed = TimedBackend(inner)
+        model = self._llm.model
+        runner = model.runner
+        execute = runner.execute
 
-        def observed(plan: Any) -> Any:
+        def observed(plan: StepPlan) -> StepResult:
             started = time.perf_counter()
-            self._blocks_in_use = model.scheduler.stats().in_use_blocks
-            self._looking_s = time.perf_counter() - started
+            blocks = model.scheduler.stats().in_use_blocks
+            looking_s = time.perf_counter() - started
             result = execute(plan)
-            self._durations = dict(result.durations)
+            self._seen = _Seen(plan, result.durations, blocks, looking_s)
             return result
 
-        decoder.backend = self._timed
         runner.execute = observed  # type: ignore[method-assign]
-
-        def undo() -> None:
-            decoder.backend = inner
-            del runner.execute
-
-        self._undo.append(undo)
+        if self._timed is not None:
+            runner.decoder.backend = self._timed
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._undo:
-            self._undo.pop()()
+        runner = self._llm.model.runner
+        del runner.execute
+        if self._timed is not None:
+            runner.decoder.backend = self._timed.inner
 
     def step(self) -> bool:
         """One step, noted; False when there was nothing to do."""
-        assert self._timed is not None
-        self._durations, self._looking_s = {}, 0.0
         started = time.perf_counter()
-        did_something = self.llm.step()
-        seconds = time.perf_counter() - started - self._looking_s
-        calls = self._timed.take()
-        if did_something:
-            execute_s = self._durations.get("execute_s", 0.0)
+        did_something = self._llm.step()
+        seconds = time.perf_counter() - started
+        calls = self._timed.take() if self._timed is not None else []
+        seen = self._take_seen()
+        if seen is not None:
+            execute_s = seen.durations.get("execute_s", 0.0)
             self.steps.append(
                 Step(
-                    seconds=seconds,
-                    forward_s=self._durations.get("forward_s", execute_s),
+                    seconds=seconds - seen.looking_s,
+                    forward_s=seen.durations.get("forward_s", execute_s),
                     execute_s=execute_s,
+                    num_tokens=seen.plan.num_scheduled_tokens,
+                    num_sequences=len(seen.plan.chunks),
                     calls=calls,
-                    blocks_in_use=self._blocks_in_use,
+                    blocks_in_use=seen.blocks_in_use,
                 )
             )
         return did_something
+
+    def _take_seen(self) -> _Seen | None:
+        seen, self._seen = self._seen, None
+        return seen
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What was seen of one step from inside."""
+
+    plan: StepPlan
+    durations: Mapping[str, float]
+    blocks_in_use: int
+    looking_s: float

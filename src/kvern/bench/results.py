@@ -141,7 +141,7 @@ def _profile_document(
         "measured_s": measured_s,
         "bound_s": phase["bound_s"],
         "share_of_limit": phase["bound_s"] / measured_s if measured_s else 0.0,
-        "recorded_wall_s": profile["record"]["wall_s"],
+        "recorded_wall_s": profile["wall_s"],
     }
 
 

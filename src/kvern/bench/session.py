@@ -31,7 +31,7 @@ from kvern.bench.limits import Limits, best_of
 from kvern.bench.peers import Absent, Engine, find_peers
 from kvern.bench.results import engine_document, item_document
 from kvern.bench.worker import Worker, WorkerError, own_environment
-from kvern.bench.works import Item, items_of, most_tokens, split_fitting, work_of
+from kvern.bench.works import KERNEL_CASE, Item, items_of, most_tokens, split_fitting, work_of
 from kvern.errors import UsageError
 from kvern.spec.configs import load_model_spec
 from kvern.spec.layers import ModelSpec
@@ -100,7 +100,7 @@ def run_bench(options: BenchOptions, progress: Progress = lambda _: None) -> dic
     path = catalog.resolve(options.model)
     spec = load_model_spec(path)
     items, left_out = split_fitting(items_of(options.cases, options.quick), spec.max_model_len)
-    if not items:
+    if not items and KERNEL_CASE not in options.cases:
         raise UsageError(f"nothing to measure: {'; '.join(left_out)}")
     machine = machine_document(options.threads)
     peers, absent = find_peers(options.against, options.peers_dir, options.model, path)
@@ -108,8 +108,7 @@ def run_bench(options: BenchOptions, progress: Progress = lambda _: None) -> dic
     with contextlib.ExitStack() as stack:
         session = _Session(options, items, _vocab_size(spec), progress)
         session.start(engines, stack)
-        measured = session.measure()
-    limits, results = measured
+        limits, results, kernels = session.measure()
     return {
         "schema": SCHEMA_VERSION,
         "kvern": kvern.__version__,
@@ -124,6 +123,7 @@ def run_bench(options: BenchOptions, progress: Progress = lambda _: None) -> dic
         "left_out": left_out,
         "warnings": warnings_of(machine),
         "items": results,
+        "kernels": kernels,
     }
 
 
@@ -240,13 +240,13 @@ class _Session:
             "model": str(engine.model),
             "threads": self.options.threads,
             "num_tokens": most_tokens(self.items),
-            "max_num_seqs": max(32, *(item.num_requests for item in self.items)),
-            "max_request_tokens": max(item.request_tokens for item in self.items),
+            "max_num_seqs": max([32, *(item.num_requests for item in self.items)]),
+            "max_request_tokens": max([64, *(item.request_tokens for item in self.items)]),
             **engine.options,
         }
 
-    def measure(self) -> tuple[Limits, list[dict[str, Any]]]:
-        """All items, and the machine's limits before and after them."""
+    def measure(self) -> tuple[Limits, list[dict[str, Any]], list[dict[str, Any]]]:
+        """The machine's limits, taken before and after all items; the items; attention alone."""
         ours = self.workers[self.engines[0].label]
         self.progress("the machine's limits")
         args = {"quick": self.options.quick}
@@ -255,9 +255,21 @@ class _Session:
         for item in self.items:
             runs, errors = self._runs(item)
             measured.append((item, runs, errors, self._profiles(item, limits)))
+        kernels = self._kernels(ours, limits) if KERNEL_CASE in self.options.cases else []
         self.progress("the machine's limits again")
         limits = best_of(limits, Limits(**ours.ask("limits", args)))
-        return limits, [item_document(*entry, self.engines, limits) for entry in measured]
+        return limits, [item_document(*entry, self.engines, limits) for entry in measured], kernels
+
+    def _kernels(self, ours: Worker, limits: Limits) -> list[dict[str, Any]]:
+        self.progress("attention alone")
+        args = {
+            "limits": limits.document(),
+            "kv_formats": self.options.kv_formats,
+            "runs": self.options.runs,
+            "quick": self.options.quick,
+        }
+        found: list[dict[str, Any]] = ours.ask("kernels", args)
+        return found
 
     def _runs(self, item: Item) -> tuple[dict[str, list[RunFigures]], dict[str, str]]:
         """Each engine's figures, in the order of the runs, and a sentence for each that failed."""
@@ -281,12 +293,15 @@ class _Session:
         return runs, errors
 
     def _profiles(self, item: Item, limits: Limits) -> dict[str, dict[str, Any]]:
-        """One recorded run of each of our own engines, with prompts of its own."""
+        """Recorded runs of each of our own engines, with prompts of their own."""
         profiles = {}
         for engine in self.engines:
             if engine.peer == OWN_PEER:
                 self.progress(f"{item.key}, profile: {engine.label}")
-                work = work_of(item, self.options.runs, self.vocab_size)
-                args = {"work": work, "limits": limits.document()}
+                args = {
+                    "timed": work_of(item, self.options.runs, self.vocab_size),
+                    "untouched": work_of(item, self.options.runs + 1, self.vocab_size),
+                    "limits": limits.document(),
+                }
                 profiles[engine.label] = self.workers[engine.label].ask("profile", args)
         return profiles

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvern.spec.budget import format_size
@@ -16,6 +16,8 @@ def text_report(document: Document) -> str:
     lines = [*_head(document), ""]
     for item in document["items"]:
         lines += [*item_lines(item), ""]
+    if document["kernels"]:
+        lines += [*kernel_lines(document["kernels"]), ""]
     lines += [f"absent: {absent['name']}: {absent['reason']}" for absent in document["absent"]]
     lines += [f"left out: {sentence}" for sentence in document["left_out"]]
     return "\n".join(lines).rstrip()
@@ -103,6 +105,29 @@ def bottleneck_sentence(profile: Mapping[str, Any]) -> str:
         f"queue {profile['queue_share_of_wall']:.0%} of the wall time); "
         f"{profile['share_of_limit']:.0%} of the machine's limit"
     )
+
+
+def kernel_lines(kernels: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Attention alone: microseconds per layer and the share of the bandwidth limit."""
+    lines = [
+        "attend: one query per sequence, microseconds per layer (share of the bandwidth limit; above "
+        "100% where all layers fit a cache)",
+        f"  {'context x batch':<18} {'KV':<6} {'limit':>9} {'kvern':>18} {'torch sdpa':>18}",
+    ]
+    for row in kernels:
+        size = f"{row['context']:,} x {row['batch']}"
+        lines.append(
+            f"  {size:<18} {row['kv_format']:<6} {number(row['limit_s'] * 1e6):>9} "
+            f"{kernel_cell(row['kvern']):>18} {kernel_cell(row['torch']):>18}"
+        )
+    return lines
+
+
+def kernel_cell(measured: Mapping[str, Any] | str) -> str:
+    """``120 (85%)``, or a dash where nothing was measured."""
+    if isinstance(measured, str):
+        return "-"
+    return f"{number(measured['seconds']['median'] * 1e6)} ({measured['share_of_limit']:.0%})"
 
 
 def number(value: float | None) -> str:

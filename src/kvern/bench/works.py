@@ -23,7 +23,10 @@ CASES = {
     "e": "a shared prompt, computed before",
     "e2": "a shared prompt, all requests at once on an empty cache",
     "sweep": "decode over the length of the context",
+    "attend": "attention alone, beside torch's and the bandwidth limit",
 }
+KERNEL_CASE = "attend"
+"""The one case that is not requests; see `kvern.bench.kernel`."""
 
 METRICS = {
     "decode": ("new tokens/s after the first", True),
@@ -147,7 +150,7 @@ def split_fitting(items: Sequence[Item], max_model_len: int | None) -> tuple[lis
 
 def most_tokens(items: Sequence[Item]) -> int:
     """Tokens that the largest item holds at once when nothing is shared."""
-    return max(item.num_requests * item.request_tokens for item in items)
+    return max((item.num_requests * item.request_tokens for item in items), default=64)
 
 
 def work_of(item: Item, run: int, vocab_size: int) -> dict[str, Any]:
