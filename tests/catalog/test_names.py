@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import re
-import sys
-import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from kvern import catalog
 from kvern.catalog.hub import is_hub_id
 from kvern.catalog.pip_download import explain_failure
-from kvern.errors import FetchError, ModelError
+from kvern.errors import ModelError
 
 
 def test_every_entry_is_pinned() -> None:
@@ -73,63 +73,67 @@ def test_hub_ids(text: str, expected: bool) -> None:
     assert is_hub_id(text) is expected
 
 
-def test_hub_id_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(FetchError, match=r"pip install 'kvern\[hub\]'"):
-        catalog.resolve("org/name")
-
-
-class FakeHub(types.ModuleType):
-    """huggingface_hub as far as the catalogue calls it."""
-
-    def __init__(self, *, local: Path | None, remote: Path | Exception) -> None:
-        super().__init__("huggingface_hub")
-        self.local, self.remote = local, remote
-        self.calls: list[bool] = []
-        self.errors = types.SimpleNamespace(
-            GatedRepoError=PermissionError,
-            RepositoryNotFoundError=LookupError,
-            EntryNotFoundError=KeyError,
-        )
-
-    def snapshot_download(
-        self, repo: str, *, allow_patterns: list[str], local_files_only: bool
-    ) -> str:
-        self.calls.append(local_files_only)
-        if local_files_only:
-            if self.local is None:
-                raise ValueError("not in the cache")
-            return str(self.local)
-        if isinstance(self.remote, Exception):
-            raise self.remote
-        return str(self.remote)
-
-
-def test_hub_model_is_looked_for_locally_first(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    hub = FakeHub(local=tmp_path, remote=OSError("no network"))
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    assert catalog.resolve("org/name") == tmp_path
-    assert hub.calls == [True]
+@pytest.mark.parametrize("empty", ["", "  ", "\n"])
+def test_empty_name(empty: str) -> None:
+    for function in (catalog.resolve, catalog.locate, catalog.fetch):
+        with pytest.raises(
+            ModelError, match=r"the model's name is empty: give a path, or one of smol"
+        ):
+            function(empty)
 
 
 @pytest.mark.parametrize(
-    ("remote", "kind", "match"),
+    ("name", "sentence"),
     [
-        (OSError("no route"), FetchError, r"cannot fetch org/name from the hub \(no route\)"),
-        (LookupError(), ModelError, "the hub has no org/name"),
-        (PermissionError(), ModelError, "accept its licence"),
+        ("x" * 5000, "cannot be read: File name too long"),
+        ("~nobody-of-that-name/model", "no home folder for ~nobody-of-that-name"),
+        ("a\0b", "unknown model"),
     ],
 )
-def test_hub_failures(
-    remote: Exception, kind: type[Exception], match: str, monkeypatch: pytest.MonkeyPatch
+def test_names_that_the_system_refuses(name: str, sentence: str) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        catalog.resolve(name)
+
+
+def test_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+
+    def refuse(path: Path, *_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ModelError, match=r"model\.gguf cannot be read: Permission denied"):
+        catalog.resolve(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("empty.gguf", b"", "is empty"),
+        ("config.json", b"", "is empty"),
+        ("picture.gguf", b"\x89PNG", r"is not a GGUF file: it starts with b'\\x89PNG'"),
+        ("short.gguf", b"GG", r"is not a GGUF file: it starts with b'GG'"),
+        ("model.safetensors", b"12345678{}", r"give its folder, with the config\.json"),
+    ],
+)
+@pytest.mark.parametrize("function", [catalog.resolve, catalog.locate, catalog.fetch])
+def test_file_that_cannot_be_a_model(
+    function: Callable[[str], Path], name: str, content: bytes, sentence: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", FakeHub(local=None, remote=remote))
-    with pytest.raises(ModelError, match="kvern pull org/name"):
-        catalog.locate("org/name")
-    with pytest.raises(kind, match=match):
-        catalog.resolve("org/name")
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=f"{re.escape(str(path))} .*{sentence}"):
+        function(str(path))
+
+
+def test_configuration_can_be_looked_at_but_not_run(tmp_path: Path) -> None:
+    path = tmp_path / "anything.json"
+    path.write_text("{}")
+    assert catalog.locate(path) == path
+    assert catalog.resolve(path, allow_fetch=False) == path
+    with pytest.raises(ModelError, match=r"only a configuration, .*inspect.*plan.* needs weights"):
+        catalog.resolve(path)
 
 
 @pytest.mark.parametrize(

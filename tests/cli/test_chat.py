@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,8 @@ from tests.cli.conftest import Command
 from tests.cli.fake_engine import END, FakeLLM, FakeTokenizer
 
 from kvern.cli.conversation import Conversation
-from kvern.errors import InputError
+from kvern.cli.main import main
+from kvern.errors import CapacityError, InputError
 
 Captured = pytest.CaptureFixture[str]
 
@@ -73,17 +77,71 @@ def test_too_long_a_history_ends_the_turn_not_the_chat(
     engine: type[FakeLLM], kvern_command: Command, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = engine.stream
+    refusal = "the prompt has 9,120 tokens, the limit is 8,192"
 
     def refuse_long(self: FakeLLM, prompt: Any, params: Any) -> Iterator[Any]:
         if len(prompt) > 20:
-            raise InputError("the prompt has 9,120 tokens, the limit is 8,192")
+            raise CapacityError(refusal)
         return stream(self, prompt, params)
 
     monkeypatch.setattr(engine, "stream", refuse_long)
-    assert kvern_command("chat", stdin=b"A question that is too long\nHi\n") == 0
+    assert kvern_command("chat", stdin=b"A question that is too long\nHi\n") == 1
     printed = capsys.readouterr()
-    assert "the limit is 8,192 (/reset starts over)" in printed.err
+    assert printed.err == f"error: {refusal} (/reset starts over)\n"
     assert printed.out == "Hello there.\n"
+
+    assert kvern_command("chat", "--json", stdin=b"A question that is too long\nHi\n") == 1
+    failed, answered = json.loads(capsys.readouterr().out)["turns"]
+    assert failed == {
+        "user": "A question that is too long",
+        "error": f"{refusal} (/reset starts over)",
+    }
+    assert answered["text"] == "Hello there."
+
+
+def test_whoever_typed_has_seen_what_failed(
+    engine: type[FakeLLM], kvern_command: Command, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = iter(["Hi", "caf\udce9", "Hi"])
+
+    def type_next(_: str) -> str:
+        for line in typed:
+            return line
+        raise EOFError
+
+    def refuse(*_: Any) -> None:
+        raise InputError("no")
+
+    monkeypatch.setattr("builtins.input", type_next)
+    monkeypatch.setattr(engine, "stream", refuse)
+    assert kvern_command("chat") == 0
+    lines = capsys.readouterr().err.splitlines()
+    told = ["error: no", "error: the line is not UTF-8 text: check the terminal's encoding"]
+    assert lines[1:] == [*told, "error: no", ""]
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_request_that_fails_in_the_engine(
+    turns: int,
+    engine: type[FakeLLM],
+    kvern_command: Command,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    output = engine._output
+
+    def failed(*arguments: Any) -> Any:
+        result = output(*arguments)
+        result.error = "an\ninvariant broke"
+        return result
+
+    engine.answers = ["One."] * turns
+    monkeypatch.setattr(engine, "_output", staticmethod(failed))
+    assert kvern_command("chat", "--json", stdin=b"Hi\n" * turns) == 1
+    printed = capsys.readouterr()
+    sentence = "the request failed: an invariant broke"
+    assert json.loads(printed.out)["turns"] == [{"user": "Hi", "error": sentence}] * turns
+    assert printed.err == f"error: {sentence}\n" * turns
 
 
 def test_base_model_is_refused(
@@ -97,8 +155,56 @@ def test_base_model_is_refused(
 def test_input_that_is_not_text(
     engine: type[FakeLLM], kvern_command: Command, capsys: Captured
 ) -> None:
-    assert kvern_command("chat", stdin=b"caf\xe9\n") == 1
-    assert "not UTF-8 text" in capsys.readouterr().err
+    piped = "Hi där\n".encode() + b"caf\xe9\nnever\n"
+    assert kvern_command("chat", "--json", stdin=piped) == 1
+    printed = capsys.readouterr()
+    sentence = "standard input is not UTF-8 text (byte 11 is 0xe9): convert it first"
+    assert printed.err == f"error: {sentence}\n"
+    answered, failed = json.loads(printed.out)["turns"]
+    assert (answered["user"], answered["text"]) == ("Hi där", "Hello there.")
+    assert failed == {"user": "caf\ufffd", "error": sentence}
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_input_that_is_not_text_in_any_locale(command: str, locale: str) -> None:
+    """Python decodes a piped stdin leniently in the C locale and strictly elsewhere."""
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "import kvern\n"
+        "from kvern.cli import engine_options\n"
+        "from kvern.cli.main import main\n"
+        "from tests.cli.fake_engine import FakeLLM\n"
+        "vars(kvern)['LLM'] = FakeLLM\n"
+        "engine_options.resolve = lambda name, progress: Path(name)\n"
+        f"sys.exit(main(['{command}']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        input=b"caf\xe9\n",
+        capture_output=True,
+        env={**os.environ, "LC_ALL": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        cwd=Path(__file__).resolve().parents[2],
+        timeout=60,
+    )
+    sentence = b"error: standard input is not UTF-8 text (byte 3 is 0xe9): convert it first\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, b"", sentence)
+
+
+def test_system_message_that_is_not_text(
+    engine: type[FakeLLM], kvern_command: Command, capsys: Captured
+) -> None:
+    assert kvern_command("chat", "--system", "caf\udce9", stdin=b"Hi\n") == 1
+    assert "the system message is not UTF-8 text" in capsys.readouterr().err
+
+
+def test_closed_input_is_an_empty_one(
+    engine: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["chat", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["turns"] == []
 
 
 class ForgetfulTokenizer(FakeTokenizer):

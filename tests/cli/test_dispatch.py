@@ -134,6 +134,63 @@ def test_broken_pipe_is_quiet() -> None:
     assert done.returncode == 1
 
 
+def run_kvern(redirections: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    line = f'exec "$@" {redirections}'
+    return subprocess.run(
+        ["sh", "-c", line, "sh", *KVERN, *arguments], capture_output=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_closed_stdout_is_refused_before_anything_is_done(name: str) -> None:
+    done = run_kvern(">&-", name)
+    assert done.returncode == 1
+    sentence = b"error: standard output is closed: send it to a file, a pipe or /dev/null\n"
+    assert done.stderr == sentence
+
+
+@pytest.mark.parametrize("arguments", [[], ["--version"], ["--help"], ["models", "--json"]])
+def test_every_stream_may_be_closed(arguments: list[str]) -> None:
+    for redirections in (">&- 2>&-", "<&- >&- 2>&-", ">&- 2>/dev/full"):
+        done = run_kvern(redirections, *arguments)
+        assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"")
+
+
+def test_messages_never_reach_stdout_when_stderr_is_closed() -> None:
+    done = run_kvern("2>&-", "pull", "smollm9", "--json")
+    assert done.returncode == 1
+    assert "unknown model" in json.loads(done.stdout)["error"]["message"]
+    assert run_kvern("2>&-", "pull", "smollm9").stdout == b""
+    assert json.loads(run_kvern("2>&-", "models", "--json").stdout)["default"] == "smollm2"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@pytest.mark.parametrize("arguments", [["models"], ["models", "--json"], ["--version"]])
+def test_full_disk_under_stdout_is_one_sentence(arguments: list[str]) -> None:
+    done = run_kvern(">/dev/full", *arguments)
+    assert (done.returncode, done.stderr) == (1, b"error: No space left on device\n")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_error_keeps_its_exit_code_when_nobody_can_read_it() -> None:
+    for redirections in ("2>/dev/full", ">/dev/full", ">/dev/full 2>/dev/full", ">&- 2>/dev/full"):
+        done = run_kvern(redirections, "models", "--bogus", "--json")
+        assert done.returncode == (1 if ">&-" in redirections else 2)
+        assert b"Traceback" not in done.stderr
+        assert b"Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--json"], ["--json", "--debug"]])
+def test_json_without_a_command_is_one_sentence(arguments: list[str], capsys: Captured) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    message = json.loads(printed.out)["error"]["message"]
+    assert printed.err.splitlines()[-1] == f"error: {message}"
+    assert "usage:" not in printed.err
+    if "--debug" not in arguments:
+        assert len(printed.err.splitlines()) == 1
+
+
 def test_termination_runs_the_clean_up(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys, time\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,8 +13,9 @@ from pathlib import Path
 import pytest
 from tests.cli.tiny_models import write_gguf, write_hf_folder
 
-from kvern import catalog
+from kvern import LLM, catalog
 from kvern.cli.main import main
+from kvern.errors import ModelError
 
 Captured = pytest.CaptureFixture[str]
 QUESTION = "Explain in one sentence what a key-value cache is."
@@ -122,6 +124,46 @@ class TestBadInput:
             path.write_bytes(whole.read(num_bytes))
         assert "cut.gguf" in refused(capsys, "run", "--model", str(path), "Hi")
 
+    @pytest.mark.parametrize("command", [("run", "--model"), ("inspect",), ("plan",), ("check",)])
+    def test_every_command_says_the_same_of_a_file(
+        self, command: tuple[str, ...], tmp_path: Path, capsys: Captured
+    ) -> None:
+        empty, picture = tmp_path / "empty.gguf", tmp_path / "picture.gguf"
+        empty.write_bytes(b"")
+        picture.write_bytes(b"\x89PNG" + bytes(1000))
+        rest = ("Hi",) if command[0] == "run" else ()
+        said = refused(capsys, *command, str(empty), *rest)
+        assert said == f"error: {empty} is empty: fetch it again"
+        said = refused(capsys, *command, str(picture), *rest)
+        assert said.startswith(f"error: {picture} is not a GGUF file: it starts with")
+
+    @pytest.mark.parametrize("command", [("run", "--model"), ("chat", "--model"), ("check",)])
+    def test_configuration_without_weights(
+        self, command: tuple[str, ...], tmp_path: Path, capsys: Captured
+    ) -> None:
+        config = write_hf_folder(tmp_path / "model") / "config.json"
+        assert main(["inspect", str(config)]) == 0
+        capsys.readouterr()
+        rest = ("Hi",) if command[0] == "run" else ()
+        sentence = refused(capsys, *command, str(config), *rest)
+        assert f"{config} is only a configuration" in sentence
+        assert "give a GGUF file or the folder of the model" in sentence
+        with pytest.raises(ModelError, match="only a configuration"):
+            LLM(str(config))
+
+    def test_folder_without_weights(self, tmp_path: Path, capsys: Captured) -> None:
+        folder = write_hf_folder(tmp_path / "model")
+        (folder / "model.safetensors").unlink()
+        sentence = refused(capsys, "run", "--model", str(folder), "Hi")
+        assert str(folder) in sentence
+        assert "safetensors" in sentence
+
+    def test_name_that_is_empty(self, capsys: Captured) -> None:
+        assert "the model's name is empty" in refused(capsys, "run", "--model", "", "Hi")
+        assert "the model's name is empty" in refused(capsys, "inspect", "")
+        with pytest.raises(ModelError, match="the model's name is empty"):
+            LLM("")
+
     def test_file_of_another_kind(self, tmp_path: Path, capsys: Captured) -> None:
         path = tmp_path / "picture.gguf"
         path.write_bytes(b"\x89PNG" + bytes(1000))
@@ -161,6 +203,10 @@ class TestBadInput:
         sentence = refused(capsys, "run", "--raw", "--context", "64", "word " * 100)
         assert "101" in sentence or "100" in sentence
         assert "64" in sentence
+        assert "--raw" not in sentence
+
+        sentence = refused(capsys, "run", "--context", "64", "word " * 40)
+        assert re.search(r"\(the chat template adds \d\d tokens; `--raw` leaves it out\)", sentence)
 
     def test_more_tokens_than_the_context_holds(self, smollm2_path: Path, capsys: Captured) -> None:
         line = ["run", "--raw", "--context", "64", "--max-tokens", "500", "Hi"]

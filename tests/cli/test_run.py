@@ -8,7 +8,7 @@ import pytest
 from tests.cli.conftest import Command
 from tests.cli.fake_engine import FakeLLM
 
-from kvern.errors import InputError
+from kvern.errors import CapacityError, InputError
 
 Captured = pytest.CaptureFixture[str]
 
@@ -119,6 +119,7 @@ def test_stats_in_plain_words(
         (["run", "--top-p", "1.5", "Hi"], None, "top_p is 1.5"),
         (["run", "--top-k", "-2", "Hi"], None, "top_k is -2"),
         (["run", "--stop", "", "Hi"], None, "stop string"),
+        (["run", "--stop", "caf\udce9", "Hi"], None, "the stop string is not UTF-8 text"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_1(
@@ -156,3 +157,30 @@ def test_engine_refusal_is_passed_on(
     monkeypatch.setattr(engine, "stream", refuse)
     assert kvern_command("run", "Hi") == 1
     assert "9,120 tokens, the limit is 8,192" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "chat_template", "note"),
+    [
+        (["run", "Hi"], "template", " (the chat template adds 7 tokens; `--raw` leaves it out)"),
+        (["run", "--raw", "Hi"], "template", ""),
+        (["run", "Hi"], None, ""),
+    ],
+)
+def test_too_long_a_prompt_names_what_the_template_adds(
+    arguments: list[str],
+    chat_template: str | None,
+    note: str,
+    engine: type[FakeLLM],
+    kvern_command: Command,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise CapacityError("the prompt has 9 tokens and the context 8: shorten it")
+
+    monkeypatch.setattr(engine, "stream", refuse)
+    engine.chat_template = chat_template
+    assert kvern_command(*arguments) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"error: the prompt has 9 tokens and the context 8: shorten it{note}"

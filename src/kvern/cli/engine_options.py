@@ -11,6 +11,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, cast
 
 from kvern.catalog import DEFAULT_MODEL, StderrProgress, resolve
+from kvern.cli.streams import check_text
 from kvern.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -111,6 +112,8 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """
     from kvern import SamplingParams
 
+    for text in args.stop or ():
+        check_text(text, "the stop string")
     return SamplingParams(**_given(args, {name: name for name in _SAMPLING_KEYWORDS}))
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
-import os
 import signal
 import sys
 import traceback
@@ -21,6 +20,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from kvern.cli.output import print_error
+from kvern.cli.streams import check_streams, forget_stdout
 from kvern.errors import KvernError, UsageError
 
 COMMANDS: dict[str, str] = {
@@ -93,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = arguments[: arguments.index("--")] if "--" in arguments else arguments
     as_json, debug = "--json" in flags, "--debug" in flags
     try:
+        check_streams()
         return _dispatch(arguments, as_json=as_json, debug=debug)
     except KvernError as error:
         if debug:
@@ -100,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_error(error, as_json=as_json)
         return error.exit_code
     except BrokenPipeError:
-        _forget_stdout()
+        forget_stdout()
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
@@ -109,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         print_error(_unexpected(error), as_json=as_json)
+        _flush_or_forget_stdout()
         return 1
 
 
@@ -123,7 +125,8 @@ def _dispatch(arguments: list[str], *, as_json: bool, debug: bool) -> int:
         print_version(as_json=as_json)
         return 0
     if args.command is None:
-        parser.print_help(sys.stderr)
+        if not as_json:
+            parser.print_help(sys.stderr)
         raise UsageError("kvern: a command is missing: try `kvern run 'Hello'`")
     code: int = importlib.import_module(f"kvern.cli.{args.command}").run(args)
     sys.stdout.flush()
@@ -140,10 +143,12 @@ def _unexpected(error: Exception) -> KvernError:
     return KvernError(f"unexpected {type(error).__name__}: {text} (--debug shows where)")
 
 
-def _forget_stdout() -> None:
-    """Points stdout at nothing, so that flushing it at exit does not complain a second time."""
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, sys.stdout.fileno())
+def _flush_or_forget_stdout() -> None:
+    """Writes what is left; on a full disk, gives it up instead of failing again at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        forget_stdout()
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:

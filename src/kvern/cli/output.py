@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+from kvern.cli.streams import forget_stdout
 from kvern.errors import KvernError
 
 
@@ -18,25 +20,28 @@ def print_json(document: dict[str, Any]) -> None:
     except ValueError:
         finite = _finite(json.loads(json.dumps(document, default=_plain)))
         text = json.dumps(finite, ensure_ascii=False, allow_nan=False, indent=2)
-    # A lone surrogate can come from an undecodable argument; it has no UTF-8 form.
     sys.stdout.write(text.encode(errors="replace").decode() + "\n")
     sys.stdout.flush()
 
 
 def print_error(error: KvernError, *, as_json: bool) -> None:
-    """Prints the sentence on stderr and, under --json, the object that stdout owes its reader."""
+    """Prints the sentence on stderr and, under --json, the object that stdout owes its reader.
+
+    A stream that takes nothing more (its reader left, its disk is full) changes neither the other
+    stream nor the exit code.
+    """
     sentence = " ".join(str(error).split())
-    print(f"error: {sentence}", file=sys.stderr, flush=True)
-    if as_json:
-        print_json(
-            {
-                "error": {
-                    "type": type(error).__name__,
-                    "message": sentence,
-                    "exit_code": error.exit_code,
-                }
-            }
-        )
+    with contextlib.suppress(OSError):
+        # A lone surrogate can come from an undecodable argument; it has no UTF-8 form.
+        line = sentence.encode(errors="replace").decode()
+        print(f"error: {line}", file=sys.stderr, flush=True)
+    if not as_json:
+        return
+    document = {"type": type(error).__name__, "message": sentence, "exit_code": error.exit_code}
+    try:
+        print_json({"error": document})
+    except OSError:
+        forget_stdout()
 
 
 def _plain(value: Any) -> Any:

@@ -16,7 +16,8 @@ from kvern.cli.engine_options import (
 )
 from kvern.cli.output import print_json
 from kvern.cli.report import completion_document, stats_lines
-from kvern.errors import InputError, IntegrityError, UsageError
+from kvern.cli.streams import check_text, decode_input
+from kvern.errors import CapacityError, InputError, IntegrityError, UsageError
 
 if TYPE_CHECKING:
     from kvern import LLM, SamplingParams
@@ -51,7 +52,10 @@ def run(args: argparse.Namespace) -> int:
     with load_engine(args) as llm:
         load_s = time.perf_counter() - started
         request = _request_of(llm, prompt, raw=args.raw)
-        output = _stream(llm, request, params, show=not args.json)
+        try:
+            output = _stream(llm, request, params, show=not args.json)
+        except CapacityError as error:
+            raise CapacityError(f"{error}{_template_note(llm, prompt, request)}") from error
         if args.json:
             print_json(completion_document(llm, output, load_s))
         if args.stats:
@@ -70,18 +74,10 @@ def _prompt_of(args: argparse.Namespace) -> str:
     if prompt is None:
         if sys.stdin is None or sys.stdin.isatty():
             raise UsageError("kvern run: give a PROMPT, or pipe it to standard input")
-        try:
-            prompt = sys.stdin.buffer.read().decode().removesuffix("\n").removesuffix("\r")
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"standard input is not UTF-8 text (byte {error.start} is "
-                f"0x{error.object[error.start]:02x}): convert it first"
-            ) from error
+        prompt = decode_input(sys.stdin.buffer.read()).removesuffix("\n").removesuffix("\r")
     if not prompt:
         raise InputError("the prompt is empty: give at least one character")
-    if any("\ud800" <= char <= "\udfff" for char in prompt):
-        raise InputError("the prompt is not UTF-8 text: check the terminal's encoding")
-    return str(prompt)
+    return check_text(prompt, "the prompt")
 
 
 def _request_of(llm: LLM, prompt: str, *, raw: bool) -> str | list[int]:
@@ -92,6 +88,14 @@ def _request_of(llm: LLM, prompt: str, *, raw: bool) -> str | list[int]:
         print("note: the model has no chat template; completing the bare text", file=sys.stderr)
         return prompt
     return list(llm.tokenizer.apply_chat_template([{"role": "user", "content": prompt}]))
+
+
+def _template_note(llm: LLM, prompt: str, request: str | list[int]) -> str:
+    """What the chat template adds to a prompt that is too long; nothing where there is none."""
+    if isinstance(request, str):
+        return ""
+    added = len(request) - len(llm.tokenizer.encode(prompt))
+    return f" (the chat template adds {added:,} tokens; `--raw` leaves it out)" if added > 0 else ""
 
 
 def _stream(
