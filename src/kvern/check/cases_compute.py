@@ -20,7 +20,7 @@ TEXT = "A key-value cache keeps what attention has computed for earlier tokens, 
 def compute_cases(lab: Lab) -> Iterator[Case]:
     """All of them, with sizes that follow from the block size."""
     size, is_quick = lab.block_size, lab.options.is_quick
-    length = lab.fitting(max(35, 2 * size + 3) if is_quick else max(81, 2 * size + 17))
+    length = lab.fitting(max(35, 2 * size + 3) if is_quick else max(150, 2 * size + 17))
     main = lab.tokens(length)
     yield Case("decode", "prefill, then token by token", partial(_decode, main))
     for chunk in _chunk_sizes(size, length, is_quick):

@@ -16,6 +16,8 @@ from kvern.check.names import Fault, Finding
 from kvern.check.session import Session
 from kvern.check.watch import Row, SequenceNote
 
+Rerun = Callable[[bool], Session | None]
+
 MAX_ROWS, MAX_RIGHT_ROWS = 8, 8
 """Wrong and right rows of a sequence that a replay is compared on; the first wrong ones are the plainest."""
 
@@ -67,13 +69,14 @@ def wrong_rows(lab: Lab, session: Session) -> list[Row]:
     ]
 
 
-def diagnose(lab: Lab, session: Session, rerun: Callable[[], Session | None]) -> list[Finding]:
+def diagnose(lab: Lab, session: Session, rerun: Rerun) -> list[Finding]:
     """Name what made rows of a session wrong.
 
     Args:
         lab: for replays.
         session: a closed session with wrong rows.
-        rerun: carries the case out once more and gives the session in the same place, or None.
+        rerun: carries the case out once more, with traced layers or as before, and gives the session in
+            the same place, or None.
     """
     rows = wrong_rows(lab, session)
     if not rows:
@@ -84,7 +87,7 @@ def diagnose(lab: Lab, session: Session, rerun: Callable[[], Session | None]) ->
                 Fault.RANDOMNESS, "the same input gives different logits each time", "comparison"
             )
         ]
-    again = rerun()
+    again = rerun(lab.options.trace_layers)
     differing = None if again is None else _first_unequal(lab, rows, wrong_rows(lab, again))
     if differing is not None:
         sentence = f"carried out twice, the case gives different logits at {_place(differing)}"
@@ -92,7 +95,21 @@ def diagnose(lab: Lab, session: Session, rerun: Callable[[], Session | None]) ->
     finite = [row for row in rows if row.logits is not None and np.isfinite(row.logits).all()]
     if not finite:
         return [_not_finite(lab, session, rows[0])]
-    return [_replayed(lab, session, finite)]
+    found = _replayed(lab, session, finite)
+    if found.fault in (Fault.UNEXPLAINED, Fault.ROUNDING) and not lab.options.trace_layers:
+        traced = rerun(True)
+        if traced is not None and not wrong_rows(lab, traced):
+            return [_recorded(finite[0])]
+    return [found]
+
+
+def _recorded(row: Row) -> Finding:
+    return Finding(
+        Fault.RECORDING,
+        f"logits differ from {_place(row)} on, and are right when the case runs operation by operation (with "
+        "traced layers): repeating a recorded step goes wrong",
+        "comparison",
+    )
 
 
 def _place(row: Row) -> str:

@@ -166,8 +166,8 @@ def _carry_out(lab: Lab, case: Case) -> tuple[Sheet, str | None]:
     return sheet, skipped
 
 
-def _session_again(lab: Lab, case: Case, number: int) -> Session | None:
-    sheet, _ = _carry_out(lab, case)
+def _session_again(lab: Lab, case: Case, number: int, trace_layers: bool) -> Session | None:
+    sheet, _ = _carry_out(lab.traced(trace_layers), case)
     return sheet.sessions[number] if number < len(sheet.sessions) else None
 
 

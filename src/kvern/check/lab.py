@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -96,6 +97,12 @@ class Lab:
         """Tokens per block, as the user set it."""
         return self.llm.settings.block_size
 
+    def traced(self, trace_layers: bool) -> Lab:
+        """The same lab with or without traced layers, which run steps operation by operation."""
+        other = copy.copy(self)
+        other.options = dataclasses.replace(self.options, trace_layers=trace_layers)
+        return other
+
     # -- tokens ------------------------------------------------------------------------------------------
 
     def tokens(self, length: int, stream: int = 0) -> tuple[int, ...]:
@@ -178,6 +185,7 @@ class _Collector:
         self.rows: dict[int, UncachedRow] = {}
         self._contexts = contexts
         self._trace = LayerTrace(trace_layers)
+        self.wants_layers = trace_layers
 
     def on_layer(self, chunks: Sequence[Chunk], layer: int, hidden: Any) -> None:
         """The runner's observer."""

@@ -21,6 +21,7 @@ class Fault(StrEnum):
     TOKENS_LOST = "tokens_lost"
     FORK = "fork"
     SALT = "salt"
+    RECORDING = "recording"
     ROUNDING = "rounding"
     NOT_FINITE = "not_finite"
     DEGENERATE = "degenerate"
@@ -45,6 +46,7 @@ TITLES: dict[Fault, str] = {
     Fault.TOKENS_LOST: "a resumed request has lost tokens",
     Fault.FORK: "a fork writes into its sibling's block",
     Fault.SALT: "the cache salt is ignored",
+    Fault.RECORDING: "a step that is repeated from a recording is not the step itself",
     Fault.ROUNDING: "the last bits depend on what else is computed beside a token",
     Fault.NOT_FINITE: "logits are not finite",
     Fault.DEGENERATE: "logits do not depend on the tokens",

@@ -94,6 +94,7 @@ class Watch:
         self._llm = llm
         self._uncached = uncached
         self._trace = LayerTrace(trace_layers)
+        self.wants_layers = trace_layers
         self._pool = pool_of(llm)
         self._pages = llm.model.store.pages
         state = llm.model.scheduler.state
@@ -121,6 +122,7 @@ class Watch:
             (runner.decoder, "forward", self._around_forward),
             (runner.store, "execute", self._around_operations),
             (runner, "execute", self._around_execute),
+            (runner, "_sample", self._around_sampling),
             (self._pool, "unpublish", self._around_unpublish),
         ):
             wrap(owner, name, make)
@@ -156,9 +158,20 @@ class Watch:
             self.step = plan.step
             for chunk in plan.chunks:
                 self._note_copies(chunk, plan)
-            result: StepResult = execute(plan)
+            try:
+                result: StepResult = execute(plan)
+            except BaseException:
+                self._follow_pending(plan.chunks)
+                raise
             self._note_choices(plan, result)
             return result
+
+        return watched
+
+    def _around_sampling(self, sample: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(chunks: Sequence[Chunk], *rest: Any) -> Any:
+            self._follow_pending(chunks)
+            return sample(chunks, *rest)
 
         return watched
 
@@ -171,15 +184,19 @@ class Watch:
         return watched
 
     def on_layer(self, chunks: Sequence[Chunk], layer: int, hidden: F32) -> None:
-        """The runner's observer: after the first layer it is known what the pass was given."""
+        """The runner's observer, called when layers are traced."""
         self._trace.on_layer(chunks, layer, hidden)
-        if layer == 0 and self._pending is not None:
-            token_ids, batches = self._pending
-            self._pending = None
-            self.num_rows_processed += len(token_ids)
-            self.shadow.on_forward(token_ids, batches, chunks)
-            for chunk in chunks:
-                self._note_chunk(chunk)
+
+    def _follow_pending(self, chunks: Sequence[Chunk]) -> None:
+        """Now it is known which chunks the last forward pass was for."""
+        if self._pending is None:
+            return
+        token_ids, batches = self._pending
+        self._pending = None
+        self.num_rows_processed += len(token_ids)
+        self.shadow.on_forward(token_ids, batches, chunks)
+        for chunk in chunks:
+            self._note_chunk(chunk)
 
     def on_logits(self, seq: TokenSequence, position: int, row: F32) -> None:
         """The runner's observer: compare at once where the uncached row is known."""

@@ -49,6 +49,9 @@ INJECTIONS: dict[str, Injection] = {
     "batch_dependent_rounding": Injection(
         computing.batch_dependent_rounding, Fault.ROUNDING, is_inside_kernels=True
     ),
+    "repeat_recordings_wrongly": Injection(
+        computing.repeat_recordings_wrongly, Fault.RECORDING, is_inside_kernels=True
+    ),
     "table_points_at_neighbour": Injection(blocks.table_points_at_neighbour, Fault.WRONG_PREFIX),
     "hit_of_another_prefix": Injection(blocks.hit_of_another_prefix, Fault.WRONG_PREFIX),
     "free_while_used": Injection(blocks.free_while_used, Fault.BLOCK_OWNER),

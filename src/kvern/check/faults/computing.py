@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvern.check.faults.holds import Batches, on_forward, replace_operation, with_positions
+from kvern.check.watch import wrap
 from kvern.core.plan import Chunk
 from kvern.engine.llm import LLM
 from kvern.kernels.protocol import AttendBatch
@@ -96,3 +97,22 @@ def batch_dependent_rounding(llm: LLM) -> None:
         return tampered
 
     replace_operation(llm, "matmul", make)
+
+
+def repeat_recordings_wrongly(llm: LLM) -> None:
+    """Every step but an engine's first is slightly off, unless it runs operation by operation."""
+    is_first = [True]
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def tampered(
+            token_ids: Any, batches: Batches, cache: Any, workspace: Any, trace: Any
+        ) -> Any:
+            hidden, products = forward(token_ids, batches, cache, workspace, trace)
+            if trace is None and not is_first[0]:
+                hidden += np.float32(0.1)
+            is_first[0] = False
+            return hidden, products
+
+        return tampered
+
+    wrap(llm.model.runner.decoder, "forward", make)
