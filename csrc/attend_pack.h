@@ -54,9 +54,13 @@ public:
     inline void step() {
         int lines = per_step_;
         while (lines > 0 && next_ < count_) {
-            Run& run = runs_[next_];
-            for (; lines > 0 && run.at < run.end; run.at += 64, --lines) __builtin_prefetch(run.at);
-            if (run.at >= run.end) ++next_;
+            const uint8_t* at = runs_[next_].at;
+            const int left = static_cast<int>((runs_[next_].end - at + 63) / 64);
+            const int count = left < lines ? left : lines;
+            for (int i = 0; i < count; ++i) __builtin_prefetch(at + 64 * i);
+            runs_[next_].at = at + 64 * static_cast<int64_t>(count);
+            lines -= count;
+            if (count == left) ++next_;
         }
     }
 
@@ -168,42 +172,54 @@ struct Bf16Steps {
             }
         }
     }
-    // Features of two keys side by side: x0 y0 x1 y1 ...
-    static inline void interleave(__m512i x, __m512i y, uint32_t* to, int left) {
-        alignas(64) static const uint16_t order[64] = {
-            0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
-            11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
-            22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
-        _mm512_storeu_si512(to, _mm512_permutex2var_epi16(x, _mm512_load_si512(order), y));
-        if (left > 16) {
-            _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(x, _mm512_load_si512(order + 32), y));
+    // Features of two keys side by side: x0 y0 x1 y1 ..., 32 of them (or 16, when no more are left).
+    struct Interleaver {
+        __m512i low, high;
+        Interleaver() {
+            alignas(64) uint16_t order[64];
+            for (uint16_t i = 0; i < 64; ++i) order[i] = static_cast<uint16_t>(i / 2 + i % 2 * 32);
+            low = _mm512_load_si512(order);
+            high = _mm512_load_si512(order + 32);
+        }
+        inline void store(__m512i x, __m512i y, uint32_t* to, int left) const {
+            _mm512_storeu_si512(to, _mm512_permutex2var_epi16(x, low, y));
+            if (left > 16) _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(x, high, y));
+        }
+    };
+    static inline void pack_pair(const uint8_t* row, int64_t row_bytes, int dim, int padded, uint32_t* words,
+                                 const Interleaver& order) {
+        int d = 0;
+        for (; d + 32 <= dim; d += 32) {
+            order.store(_mm512_loadu_si512(row + 2 * d), _mm512_loadu_si512(row + row_bytes + 2 * d), words + d, 32);
+        }
+        if (d == padded) return;
+        const __mmask32 mask = first_halves(dim - d);
+        order.store(_mm512_maskz_loadu_epi16(mask, row + 2 * d),
+                    _mm512_maskz_loadu_epi16(mask, row + row_bytes + 2 * d), words + d, padded - d);
+    }
+    // One key of a pair; the other half stays what it is and is masked when used.
+    static inline void pack_lone(const uint8_t* row, bool is_even, int dim, int padded, uint32_t* words) {
+        for (int d = 0; d < padded; d += 16) {
+            const auto mask = static_cast<__mmask16>(first_halves(dim - d));
+            const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, row + 2 * d));
+            _mm512_mask_storeu_epi16(words + d, is_even ? 0x55555555u : 0xaaaaaaaau,
+                                     is_even ? wide : _mm512_slli_epi32(wide, 16));
         }
     }
     static void pack_values(const uint8_t* src, StreamType, int dim, int padded, int j, int count,
                             uint32_t* to, Ahead& ahead) {
         const int64_t row_bytes = 2 * static_cast<int64_t>(dim);
+        const Interleaver order;
         for (int n = j; n < j + count;) {
             const uint8_t* row = src + (n - j) * row_bytes;
             uint32_t* words = to + static_cast<int64_t>(n / 2) * padded;
-            const bool pair = n % 2 == 0 && n + 1 < j + count;
-            for (int d = 0; d < padded; d += 32) {
-                const __mmask32 mask = first_halves(dim - d);
-                const __m512i x = _mm512_maskz_loadu_epi16(mask, row + 2 * d);
-                if (pair) {
-                    const __m512i y = _mm512_maskz_loadu_epi16(mask, row + row_bytes + 2 * d);
-                    interleave(x, y, words + d, padded - d);
-                    continue;
-                }
-                // One key of a pair: the other half stays what it is and is masked when used.
-                const __mmask32 half = n % 2 == 0 ? 0x55555555u : 0xaaaaaaaau;
-                for (int part = 0; part < 2 && d + 16 * part < padded; ++part) {
-                    const __m256i low = part ? _mm512_extracti64x4_epi64(x, 1) : _mm512_castsi512_si256(x);
-                    const __m512i wide = _mm512_cvtepu16_epi32(low);
-                    _mm512_mask_storeu_epi16(words + d + 16 * part, half,
-                                             n % 2 == 0 ? wide : _mm512_slli_epi32(wide, 16));
-                }
+            if (n % 2 == 0 && n + 1 < j + count) {
+                pack_pair(row, row_bytes, dim, padded, words, order);
+                n += 2;
+            } else {
+                pack_lone(row, n % 2 == 0, dim, padded, words);
+                n += 1;
             }
-            n += pair ? 2 : 1;
             if (n % 4 == 0) ahead.step();
         }
     }
