@@ -18,32 +18,27 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
 from kvern import LLM, SamplingParams
+from kvern.engine.runner import Observer
 
 IMAGES = Path(__file__).parent / "images"
 INK, CACHED, COMPUTED, OPEN = "#1f2933", "#2f855a", "#dd6b20", "#f6e05e"
 SYSTEM = "You answer in one short sentence. You never apologise, and you never repeat the question."
 
 
-class Watch:
+class Watch(Observer):
     """Notes, per step, what each sequence computed and which blocks its table named."""
-
-    wants_layers = True
 
     def __init__(self) -> None:
         self.steps: list[list[tuple[str, int, int, list[int]]]] = []
 
-    def on_logits(self, seq: Any, position: int, row: np.ndarray) -> None:
-        """Logits are not drawn."""
-
-    def on_layer(self, chunks: Sequence[Any], layer: int, hidden: np.ndarray) -> None:
-        """Called after each layer; the first is enough."""
-        if layer == 0:
-            self.steps.append(
-                [
-                    (c.seq.request.request_id, c.start, c.length, c.seq.tables[0].blocks.tolist())
-                    for c in chunks
-                ]
-            )
+    def on_chunks(self, chunks: Sequence[Any]) -> None:
+        """Called before each step."""
+        self.steps.append(
+            [
+                (c.seq.request.request_id, c.start, c.length, c.seq.tables[0].blocks.tolist())
+                for c in chunks
+            ]
+        )
 
 
 def work_with_and_without() -> None:

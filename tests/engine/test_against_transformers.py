@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvern import LLM, SamplingParams
+from kvern.engine.runner import Observer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -19,19 +20,14 @@ TOLERANCE = 2e-4
 PROMPT_LENGTHS = (1, 37, 700)
 
 
-class LogitsRecorder:
+class LogitsRecorder(Observer):
     """Keeps the logits after every computed position of one request."""
-
-    wants_layers = False
 
     def __init__(self) -> None:
         self.rows: dict[int, np.ndarray] = {}
 
     def on_logits(self, seq: Any, position: int, row: np.ndarray) -> None:
         self.rows[position] = row.copy()
-
-    def on_layer(self, chunks: Any, layer: int, hidden: np.ndarray) -> None:
-        """Layers are not compared here."""
 
 
 @pytest.fixture(scope="module")

@@ -15,16 +15,15 @@ import numpy as np
 import pytest
 
 from kvern import LLM, AsyncLLM, SamplingParams
+from kvern.engine.runner import Observer
 from kvern.errors import KvernError
 
 Make = Any
 EXACT = {"kv_format": "fp32", "weights_format": "fp32"}
 
 
-class Logits:
+class Logits(Observer):
     """Logits after each position of each request, of the last time it was computed."""
-
-    wants_layers = False
 
     def __init__(self, llm: LLM) -> None:
         self.rows: dict[tuple[str, int, int], np.ndarray] = {}
@@ -32,9 +31,6 @@ class Logits:
 
     def on_logits(self, seq: Any, position: int, row: np.ndarray) -> None:
         self.rows[seq.request.request_id, seq.sample_index, position] = row.copy()
-
-    def on_layer(self, chunks: Any, layer: int, hidden: np.ndarray) -> None:
-        """Layers are not compared here."""
 
     def of(self, request_id: str, sample: int = 0) -> dict[int, np.ndarray]:
         return {

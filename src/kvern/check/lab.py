@@ -20,6 +20,7 @@ from kvern.core.plan import Chunk
 from kvern.core.sequence import Sequence as TokenSequence
 from kvern.engine.llm import LLM
 from kvern.engine.params import SamplingParams
+from kvern.engine.runner import Observer
 from kvern.spec.groups import make_kv_plan
 
 SEED = 20240229
@@ -178,7 +179,7 @@ class Lab:
             self.uncached.put(node, row)
 
 
-class _Collector:
+class _Collector(Observer):
     """Keeps every row of one pass."""
 
     def __init__(self, contexts: Contexts, trace_layers: bool) -> None:

@@ -20,6 +20,7 @@ from kvern.core.plan import Chunk, Copy, StepPlan, StepResult
 from kvern.core.pool import BlockPool
 from kvern.core.sequence import Sequence as TokenSequence
 from kvern.engine.llm import LLM
+from kvern.engine.runner import Observer
 from kvern.kernels.protocol import AttendBatch
 from kvern.spec.reach import num_positions
 
@@ -80,7 +81,7 @@ def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, make(getattr(owner, name)))
 
 
-class Watch:
+class Watch(Observer):
     """Attaches to an engine; see `Shadow` for what it follows, `Row` for what it keeps."""
 
     def __init__(
@@ -101,7 +102,7 @@ class Watch:
         view = PoolView(lambda: self._pool.refs, lambda: self._pool.node, lambda: state.running)
         plan = llm.model.kv_plan
         self.shadow = Shadow(plan.groups, plan.num_blocks, contexts, view)
-        self._pending: tuple[I32, Sequence[AttendBatch]] | None = None
+        self._chunks: Sequence[Chunk] = ()
         self.step = 0
         self._chosen: dict[tuple[str, int, int], int] = {}
         self._sums: dict[int, int] = {}
@@ -122,7 +123,6 @@ class Watch:
             (runner.decoder, "forward", self._around_forward),
             (runner.store, "execute", self._around_operations),
             (runner, "execute", self._around_execute),
-            (runner, "_sample", self._around_sampling),
             (self._pool, "unpublish", self._around_unpublish),
         ):
             wrap(owner, name, make)
@@ -141,7 +141,7 @@ class Watch:
 
     def _around_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def watched(token_ids: I32, batches: Sequence[AttendBatch], *rest: Any) -> Any:
-            self._pending = token_ids.copy(), batches
+            self._follow(token_ids, batches, self._chunks)
             return forward(token_ids, batches, *rest)
 
         return watched
@@ -158,20 +158,9 @@ class Watch:
             self.step = plan.step
             for chunk in plan.chunks:
                 self._note_copies(chunk, plan)
-            try:
-                result: StepResult = execute(plan)
-            except BaseException:
-                self._follow_pending(plan.chunks)
-                raise
+            result: StepResult = execute(plan)
             self._note_choices(plan, result)
             return result
-
-        return watched
-
-    def _around_sampling(self, sample: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(chunks: Sequence[Chunk], *rest: Any) -> Any:
-            self._follow_pending(chunks)
-            return sample(chunks, *rest)
 
         return watched
 
@@ -183,16 +172,18 @@ class Watch:
 
         return watched
 
+    def on_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """The runner's observer, called before the forward pass over these chunks."""
+        self._chunks = chunks
+
     def on_layer(self, chunks: Sequence[Chunk], layer: int, hidden: F32) -> None:
         """The runner's observer, called when layers are traced."""
         self._trace.on_layer(chunks, layer, hidden)
 
-    def _follow_pending(self, chunks: Sequence[Chunk]) -> None:
-        """Now it is known which chunks the last forward pass was for."""
-        if self._pending is None:
-            return
-        token_ids, batches = self._pending
-        self._pending = None
+    def _follow(
+        self, token_ids: I32, batches: Sequence[AttendBatch], chunks: Sequence[Chunk]
+    ) -> None:
+        """Check and follow what a forward pass is given."""
         self.num_rows_processed += len(token_ids)
         self.shadow.on_forward(token_ids, batches, chunks)
         for chunk in chunks:

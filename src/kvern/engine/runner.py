@@ -9,7 +9,6 @@ import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -47,23 +46,24 @@ class WorkCounters:
     logits_rows: int = 0
 
 
-class Observer(Protocol):
-    """Watches a step from inside: for the doctor and for tests. With one, every row's logits are computed.
+class Observer:
+    """Watches steps from inside: for the doctor and for tests. Every row's logits are then computed.
 
     Attributes:
         wants_layers: call `on_layer`. The step then runs operation by operation; otherwise it runs as
             without an observer, by a recorded program where there is one.
     """
 
-    wants_layers: bool
+    wants_layers: bool = False
 
-    def on_logits(self, seq: TokenSequence, position: int, row: F32) -> None:
-        """Logits ``[vocab]`` after the token at ``position``; the array is reused."""
-        ...
+    def on_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """What the step is about to compute; tables are those of this step."""
 
     def on_layer(self, chunks: Sequence[Chunk], layer: int, hidden: F32) -> None:
         """Hidden states ``[T, hidden_size]`` after a layer; the array is reused."""
-        ...
+
+    def on_logits(self, seq: TokenSequence, position: int, row: F32) -> None:
+        """Logits ``[vocab]`` after the token at ``position``; the array is reused."""
 
 
 class Runner:
@@ -99,8 +99,10 @@ class Runner:
         batches = [attend_batch(chunks, index, group) for index, group in enumerate(groups)]
         observer = self.observer
         trace = None
-        if observer is not None and observer.wants_layers:
-            trace = functools.partial(observer.on_layer, chunks)
+        if observer is not None:
+            observer.on_chunks(chunks)
+            if observer.wants_layers:
+                trace = functools.partial(observer.on_layer, chunks)
         hidden, products = self.decoder.forward(
             token_ids(chunks), batches, self._cache, self.workspace, trace
         )

@@ -2,7 +2,8 @@
 
 A decode step of a small model spends much of its time between operations. A backend that records
 (`NativeBackend.recording`) repeats all of them for other tokens in one call, the same operations on the
-same buffers, so no bit changes. A recording is used only after it has repeated its own step exactly.
+same buffers, so no bit changes. A recording is used only after it has repeated a step exactly: one of
+several rows, and one of a single row.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from kvern.kernels.protocol import AttendBatch
 from kvern.models.config import DecoderConfig, LayerConfig
-from kvern.models.workspace import Program, Workspace
+from kvern.models.workspace import Program, Recorded, Workspace
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -100,30 +101,42 @@ def run_or_repeat(
         forward: runs the step's operations and returns what `Decoder.forward` does.
     """
     recorded = workspace.recorded
-    program = recorded.program
+    program, num_rows = recorded.program, len(token_ids)
     if program is not None and int(batches[0].positions.max()) < program.max_positions:
-        products = program.run(token_ids, batches)
-        return workspace.rows(len(token_ids)).normed, products
-    if recorded.is_refused:
+        if (num_rows == 1) in recorded.verified:
+            products = program.run(token_ids, batches)
+            return workspace.rows(num_rows).normed, products
+        return _verified(recorded, program, token_ids, batches, forward())
+    if recorded.is_refused or num_rows == 1:  # a single row does not show how far rows lie apart
         return forward()
     with backend.recording(token_ids, batches, workspace.max_tokens) as recording:
-        hidden, products = forward()
-    program = recording.program
-    recorded.is_refused = program is None or not _repeats(
-        program, token_ids, batches, hidden, products
-    )
-    recorded.program = None if recorded.is_refused else program
-    return hidden, products
+        result = forward()
+    recorded.verified.clear()
+    if recording.program is None:
+        recorded.program, recorded.is_refused = None, True
+        return result
+    return _verified(recorded, recording.program, token_ids, batches, result)
 
 
-def _repeats(
-    program: Program, token_ids: I32, batches: Sequence[AttendBatch], hidden: F32, products: int
-) -> bool:
-    """Run the program on the step it was recorded from: keys and values are written again, equal."""
+def _verified(
+    recorded: Recorded,
+    program: Program,
+    token_ids: I32,
+    batches: Sequence[AttendBatch],
+    result: tuple[F32, int],
+) -> tuple[F32, int]:
+    """Repeat a step that has just run operation by operation, and keep the program only if it is equal.
+
+    Done once for steps of one row and once for steps of several. Keys and values are written again, equal.
+    """
+    hidden, products = result
     expected = hidden.copy()
     again = program.run(token_ids, batches)
     is_equal = again == products and bool(
         np.array_equal(expected.view(np.uint32), hidden.view(np.uint32))
     )
+    recorded.program = program if is_equal else None
+    recorded.is_refused = not is_equal
+    recorded.verified.add(len(token_ids) == 1)
     hidden[...] = expected
-    return is_equal
+    return result

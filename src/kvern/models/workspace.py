@@ -7,7 +7,7 @@ rows is too, and the same T always gets the same addresses.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -70,10 +70,16 @@ class Program(Protocol):
 
 @dataclass(slots=True)
 class Recorded:
-    """What `kvern.models.program` keeps for a workspace: a program, or that none can be had."""
+    """What `kvern.models.program` keeps for a workspace: a program, or that none can be had.
+
+    Attributes:
+        verified: for which steps it has been compared with its operations one by one: True for those
+            of a single row, False for those of several.
+    """
 
     program: Program | None = None
     is_refused: bool = False
+    verified: set[bool] = field(default_factory=set)
 
 
 class Workspace:
