@@ -158,9 +158,7 @@ SCENARIOS = {
 }
 PAIRS = list(itertools.product(BLOCK_SIZES, CHUNKS))
 EVERY_CELL = [(name, *pair) for name in SCENARIOS for pair in PAIRS]
-COVERING = [
-    (list(SCENARIOS)[number % len(SCENARIOS)], *pair) for number, pair in enumerate(PAIRS)
-]
+COVERING = [(list(SCENARIOS)[number % len(SCENARIOS)], *pair) for number, pair in enumerate(PAIRS)]
 """Every scenario at least once and every pair of block size and chunk exactly once."""
 
 ON_REFERENCE = [("partial_tail", 16, 16), ("preempted", 4, 512)]
@@ -190,9 +188,7 @@ def test_every_cell_is_bit_identical(
     expect_equal_bits(get_lab, name, block_size, chunk)
 
 
-def expect_close_with_equal_tokens(
-    get_lab: GetLab, name: str, block_size: int, chunk: int
-) -> None:
+def expect_close_with_equal_tokens(get_lab: GetLab, name: str, block_size: int, chunk: int) -> None:
     lab = get_lab("reference", block_size)
     session = SCENARIOS[name](lab, chunk)
     session.close()
