@@ -21,7 +21,7 @@ from kvern.errors import UsageError
 
 TOP = {
     "schema", "kvern", "date", "quick", "machine", "model", "runs", "limits", "engines", "absent",
-    "left_out", "warnings", "items", "kernels",
+    "left_out", "warnings", "items", "kernels", "cold_start",
 }  # fmt: skip
 
 
@@ -177,6 +177,19 @@ def test_attention_alone(bench: Callable[..., dict[str, Any]], tiny_model: Path)
         assert isinstance(row["torch"], dict) or "torch" in row["torch"]
     assert "torch sdpa" in text_report(document)
     assert "Attention alone" in html_report(document)
+
+
+def test_cold_start(
+    bench: Callable[..., dict[str, Any]], smollm2_path: Path, tiny_model: Path
+) -> None:
+    document = bench("--model", str(smollm2_path), "--cases", "start")
+    start = document["cold_start"]
+    assert start["seconds"]["median"] > 0 and start["load_s"] > 0 and start["ttft_s"] > 0
+    assert "kvern run shows its first text after" in text_report(document)
+    assert "Cold start" in html_report(document)
+    without_tokenizer = bench("--model", str(tiny_model), "--cases", "start")
+    assert "error" in without_tokenizer["cold_start"]
+    assert "start: not measured" in text_report(without_tokenizer)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

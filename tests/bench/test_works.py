@@ -8,8 +8,8 @@ import pytest
 from kvern.bench.figures import figures_of
 from kvern.bench.works import (
     CASES,
-    KERNEL_CASE,
     METRICS,
+    OTHER_CASES,
     Item,
     items_of,
     most_tokens,
@@ -28,7 +28,7 @@ def prompts(work: dict[str, Any]) -> list[list[int]]:
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_case_has_items_and_every_item_a_metric(quick: bool) -> None:
     items = items_of(tuple(CASES), quick)
-    assert [*dict.fromkeys(item.case for item in items), KERNEL_CASE] == list(CASES)
+    assert [*dict.fromkeys(item.case for item in items), *OTHER_CASES] == list(CASES)
     assert all(item.metric in METRICS for item in items)
     assert len({item.key for item in items}) == len(items)
 

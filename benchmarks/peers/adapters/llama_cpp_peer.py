@@ -10,6 +10,7 @@ do not share. Requests that arrive together on an empty cache each compute their
 from __future__ import annotations
 
 import ctypes
+import re
 import time
 from dataclasses import dataclass, field
 
@@ -63,7 +64,7 @@ class Adapter:
         info = llama_cpp.llama_print_system_info().decode()
         return {
             "version": f"llama-cpp-python {llama_cpp.__version__}",
-            "kernel_path": " ".join(part.strip() for part in info.split("|") if "= 1" in part),
+            "kernel_path": " ".join(re.findall(r"\b((?:AVX|AMX|NEON|SVE)\w*) = 1", info)),
             "kv_format": options["kv_format"],
             "weight_bytes": llama_cpp.llama_model_size(self.model),
         }

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from kvern.bench.charts import Bar, Line, bar_chart, line_chart, share_chart
-from kvern.bench.text import bottleneck_sentence, kernel_cell, number
+from kvern.bench.text import bottleneck_sentence, kernel_cell, number, start_line
 from kvern.spec.budget import format_size
 
 STYLE = """
@@ -44,6 +44,8 @@ def html_report(document: Mapping[str, Any]) -> str:
     body += _sweep_section([item for item in document["items"] if item["case"] == "sweep"], ours)
     body += _bottlenecks(document["items"])
     body += _kernels(document["kernels"])
+    if document["cold_start"]:
+        body += ["<h2>Cold start</h2>", f"<p>{escape(start_line(document['cold_start']))}</p>"]
     body += _engines(document)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'

@@ -30,8 +30,18 @@ from kvern.bench.figures import RunFigures, figures_of
 from kvern.bench.limits import Limits, best_of
 from kvern.bench.peers import Absent, Engine, find_peers
 from kvern.bench.results import engine_document, item_document
+from kvern.bench.start import cold_start
 from kvern.bench.worker import Worker, WorkerError, own_environment
-from kvern.bench.works import KERNEL_CASE, Item, items_of, most_tokens, split_fitting, work_of
+from kvern.bench.works import (
+    KERNEL_CASE,
+    OTHER_CASES,
+    START_CASE,
+    Item,
+    items_of,
+    most_tokens,
+    split_fitting,
+    work_of,
+)
 from kvern.errors import UsageError
 from kvern.spec.configs import load_model_spec
 from kvern.spec.layers import ModelSpec
@@ -100,9 +110,10 @@ def run_bench(options: BenchOptions, progress: Progress = lambda _: None) -> dic
     path = catalog.resolve(options.model)
     spec = load_model_spec(path)
     items, left_out = split_fitting(items_of(options.cases, options.quick), spec.max_model_len)
-    if not items and KERNEL_CASE not in options.cases:
+    if not items and not set(OTHER_CASES) & set(options.cases):
         raise UsageError(f"nothing to measure: {'; '.join(left_out)}")
     machine = machine_document(options.threads)
+    start = _cold_start(options, path, progress) if START_CASE in options.cases else None
     peers, absent = find_peers(options.against, options.peers_dir, options.model, path)
     engines = [*_own_engines(options, path), *peers]
     with contextlib.ExitStack() as stack:
@@ -124,6 +135,7 @@ def run_bench(options: BenchOptions, progress: Progress = lambda _: None) -> dic
         "warnings": warnings_of(machine),
         "items": results,
         "kernels": kernels,
+        "cold_start": start,
     }
 
 
@@ -160,8 +172,16 @@ def warnings_of(machine: dict[str, Any]) -> list[str]:
     return found
 
 
+def _cold_start(options: BenchOptions, path: Path, progress: Progress) -> dict[str, Any]:
+    progress("cold start of kvern run")
+    return cold_start(path, options.threads, options.runs, _own_environment())
+
+
+def _own_environment() -> dict[str, str]:
+    return own_environment([Path(kvern.__file__).resolve().parents[1]])
+
+
 def _own_engines(options: BenchOptions, path: Path) -> list[Engine]:
-    package_parent = Path(kvern.__file__).resolve().parents[1]
     return [
         Engine(
             label=f"{OWN_PEER} {kv_format}",
@@ -171,7 +191,7 @@ def _own_engines(options: BenchOptions, path: Path) -> list[Engine]:
             model=path,
             same_file=True,
             options={"kv_format": kv_format, "engine": options.engine},
-            environment=own_environment([package_parent]),
+            environment=_own_environment(),
         )
         for kv_format in options.kv_formats
     ]

@@ -18,6 +18,8 @@ def text_report(document: Document) -> str:
         lines += [*item_lines(item), ""]
     if document["kernels"]:
         lines += [*kernel_lines(document["kernels"]), ""]
+    if document["cold_start"]:
+        lines += [start_line(document["cold_start"]), ""]
     lines += [f"absent: {absent['name']}: {absent['reason']}" for absent in document["absent"]]
     lines += [f"left out: {sentence}" for sentence in document["left_out"]]
     return "\n".join(lines).rstrip()
@@ -39,8 +41,9 @@ def _head(document: Document) -> list[str]:
         about = ", ".join(
             str(engine[name]) for name in ("version", "kernel_path", "weights") if engine.get(name)
         )
+        same = ", the same file" if engine["same_file"] and engine["peer"] != "kvern" else ""
         lines.append(
-            f"  {engine['label']:<{NAME_WIDTH}} {engine['model_file']} ({about}); "
+            f"  {engine['label']:<{NAME_WIDTH}} {engine['model_file']}{same} ({about}); "
             f"first token {engine['start_s']:.2f} s after the start of its process"
         )
     return lines
@@ -104,6 +107,18 @@ def bottleneck_sentence(profile: Mapping[str, Any]) -> str:
         f"bound by {profile['bottleneck']} ({parts}; Python in all {profile['python_share']:.0%}; "
         f"queue {profile['queue_share_of_wall']:.0%} of the wall time); "
         f"{profile['share_of_limit']:.0%} of the machine's limit"
+    )
+
+
+def start_line(start: Mapping[str, Any]) -> str:
+    """Cold start and where it goes."""
+    if "error" in start:
+        return f"start: not measured: {start['error']}"
+    seconds = start["seconds"]
+    return (
+        f"start: kvern run shows its first text after {seconds['median']:.2f} s "
+        f"[{seconds['low']:.2f} - {seconds['high']:.2f}]; one run spent {start['load_s']:.2f} s on loading and "
+        f"{start['ttft_s']:.2f} s on the first token, the rest goes to the interpreter and imports"
     )
 
 

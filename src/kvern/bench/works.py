@@ -24,9 +24,12 @@ CASES = {
     "e2": "a shared prompt, all requests at once on an empty cache",
     "sweep": "decode over the length of the context",
     "attend": "attention alone, beside torch's and the bandwidth limit",
+    "start": "cold start of `kvern run`",
 }
 KERNEL_CASE = "attend"
-"""The one case that is not requests; see `kvern.bench.kernel`."""
+START_CASE = "start"
+OTHER_CASES = (KERNEL_CASE, START_CASE)
+"""Cases that are not requests to a loaded engine; see `kvern.bench.kernel` and `kvern.bench.start`."""
 
 METRICS = {
     "decode": ("new tokens/s after the first", True),

@@ -10,7 +10,7 @@ from typing import Any
 from kvern.catalog import DEFAULT_MODEL, StderrProgress, resolve
 from kvern.cli.output import print_json
 
-ALL_CASES = "a,b,c,d,e,e2,sweep,attend"
+ALL_CASES = "a,b,c,d,e,e2,sweep,attend,start"
 CASES_HELP = """\
 cases:
   a      decode, one request: 64 tokens, 128 new
@@ -20,6 +20,7 @@ cases:
   e      16 requests that share 1,500 tokens, with 50 of their own, 32 new; the shared ones computed before
   e2     the same, all at once on an empty cache
   sweep  decode at 64 to 8,192 tokens of context
+  start  kvern run of a short answer, from the start of its process to the first text
   attend attention alone: contexts of 512 to 8,192, 1 and 8 sequences, beside torch's (where it is installed)
 """
 
