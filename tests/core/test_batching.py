@@ -5,7 +5,7 @@ import pytest
 from tests.core.simulation import Simulation, full, right_answer, state, window
 
 from kvern.core.config import SchedulerConfig
-from kvern.core.plan import StepResult
+from kvern.core.plan import StepResult, TokenChoice
 from kvern.core.sequence import Request
 from kvern.errors import CapacityError, InputError, IntegrityError, UsageError
 
@@ -218,6 +218,41 @@ def test_a_step_is_committed_once_and_with_its_own_result():
     with pytest.raises(IntegrityError, match="not the step"):
         scheduler.commit(plan, StepResult(plan.step, []))
     sim.run()
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [],
+        [[]],
+        [[TokenChoice(1, -1.0)] * 2],
+        [[TokenChoice(1, -1.0)], [TokenChoice(1, -1.0)]],
+        [[TokenChoice(1, -1.0)], [TokenChoice(-1, -1.0)]],
+        [[TokenChoice(1, -1.0)], [TokenChoice(1 << 31, -1.0)]],
+        [[TokenChoice(1, -1.0)], [TokenChoice(None, -1.0)]],
+        [[TokenChoice(1, -1.0)], None],
+    ],
+)
+def test_a_refused_result_changes_nothing_and_its_step_can_be_discarded(samples):
+    """Whatever an executor hands in, requests go on afterwards with the right answers."""
+    sim = Simulation([full(), window(6)], 40, max_num_batched_tokens=64)
+    requests = [sim.add("a", list(range(9)), 6), sim.add("b", list(range(5)), 6, n=2)]
+    for _ in range(3):
+        plan = sim.scheduler.plan()
+        before = [(c.seq.num_tokens, c.seq.num_computed_tokens) for c in plan.chunks]
+        counters = sim.counters
+        with pytest.raises((IntegrityError, TypeError)):
+            sim.scheduler.commit(plan, StepResult(plan.step, samples))
+        assert before == [(c.seq.num_tokens, c.seq.num_computed_tokens) for c in plan.chunks]
+        assert counters == sim.counters
+        sim.scheduler.check_integrity().raise_if_broken()
+        assert sim.scheduler.discard(plan) == []
+        sim.scheduler.check_integrity().raise_if_broken()
+        sim.step()
+    sim.run()
+    for request in requests:
+        for index in range(request.n):
+            assert sim.answers[request.request_id, index] == right_answer(request, 6, index)
 
 
 def test_aborts_during_a_step_wait_for_its_commit():

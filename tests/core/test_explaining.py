@@ -226,3 +226,51 @@ def test_dropped_and_stored_events_balance():
     whole = [n for n in range(len(tree.is_alive)) if tree.is_alive[n] and tree.num_tokens[n] == 2]
     names = {tree.hash_low[n].tobytes() + tree.hash_high[n].tobytes() for n in whole}
     assert held == names
+
+
+def test_a_subscriber_that_raises_is_dropped_and_harms_nobody(caplog):
+    """In a full pool, so that events come from planning, committing and clearing alike."""
+    sim = Simulation([full(), window(6)], 30)
+    told = []
+
+    def fail(event):
+        told.append(type(event).__name__)
+        if len(told) == limit:
+            raise RuntimeError("a subscriber's own problem")
+
+    for limit in range(1, 8):
+        told.clear()
+        others = []
+        sim.scheduler.subscribe(fail)
+        stop = sim.scheduler.subscribe(others.append)
+        for number in range(4):
+            sim.ask(f"r{limit}.{number}", [limit, number] * 12, 8)
+        sim.scheduler.clear()
+        sim.scheduler.check_integrity().raise_if_broken()
+        assert len(told) == limit < len(others)
+        stop()
+    assert caplog.text.count("gets no more of them") == 7
+    assert "a subscriber's own problem" in caplog.text
+
+
+def test_a_subscriber_finds_sound_bookkeeping_and_may_call_back():
+    sim = Simulation([full(2), window(6, 2)], 24)
+    seen = []
+
+    def look(event):
+        sim.scheduler.check_integrity().raise_if_broken()
+        seen.append(event)
+        if len(seen) in (5, 9):
+            sim.scheduler.clear()
+
+    def follow(event):
+        assert event is seen[len(order)]  # both are told the same, in the same order
+        order.append(event)
+
+    order = []
+    sim.scheduler.subscribe(look)
+    sim.scheduler.subscribe(follow)
+    for number in range(12):
+        sim.ask(f"r{number}", [number % 5] * (3 + number), 6)
+    assert sum(isinstance(event, CacheCleared) for event in seen) == 2
+    assert seen == order

@@ -17,17 +17,20 @@ from kvern.core.sequence import Sequence
 from kvern.core.state import Draft, SchedulerState
 from kvern.errors import IntegrityError
 
+MAX_TOKEN_ID = 1 << 31
+"""Token ids are stored as int32."""
+
 
 def commit_step(
     state: SchedulerState, draft: Draft, plan: StepPlan, result: StepResult
 ) -> list[Event]:
-    """Advance every sequence of the plan; returns what callers want to know."""
-    _check(plan, result)
+    """Advance every sequence of the plan by a checked result; returns what callers want to know."""
     events: list[Event] = []
     advance(state, plan)
     state.residency.publish_states(draft.copies)
-    for blocks in draft.held:
-        state.residency.release_run(blocks)
+    draft.copies = []
+    while draft.held:
+        state.residency.release_run(draft.held.pop(0))
     samples = iter(result.samples)
     for chunk in plan.chunks:
         if chunk.num_samples:
@@ -44,8 +47,12 @@ def commit_step(
     return events
 
 
-def _check(plan: StepPlan, result: StepResult) -> None:
-    """Refuse a result that does not belong to the plan, before anything changes."""
+def check_result(plan: StepPlan, result: StepResult) -> None:
+    """Refuse a result that does not belong to the plan, before anything changes.
+
+    Raises:
+        IntegrityError: another step's, or samples that are missing, too many or without a token id.
+    """
     if result.step != plan.step:
         raise IntegrityError(f"the result of step {result.step} came for step {plan.step}")
     wanted = [chunk.num_samples for chunk in plan.chunks if chunk.num_samples]
@@ -54,6 +61,12 @@ def _check(plan: StepPlan, result: StepResult) -> None:
         raise IntegrityError(
             f"step {plan.step} asked for {wanted} samples per chunk, its result has {given}"
         )
+    for choices in result.samples:
+        for choice in choices:
+            if not 0 <= choice.token_id < MAX_TOKEN_ID:
+                raise IntegrityError(
+                    f"the result of step {plan.step} chooses {choice.token_id}, which is no token id"
+                )
 
 
 def advance(state: SchedulerState, plan: StepPlan) -> None:

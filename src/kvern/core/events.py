@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +52,16 @@ Subscriber = Callable[[CacheEvent], None]
 
 
 class EventBus:
-    """Hands cache events to its subscribers in order; free of cost without any."""
+    """Hands cache events to its subscribers in order; free of cost without any.
+
+    Events are queued where they arise and delivered once the change they belong to is complete, so a
+    subscriber finds sound bookkeeping. One that raises is logged and dropped: it is its own problem.
+    """
 
     def __init__(self) -> None:
         self._subscribers: list[Subscriber] = []
+        self._queue: deque[CacheEvent] = deque()
+        self._is_delivering = False
 
     def __bool__(self) -> bool:
         return bool(self._subscribers)
@@ -67,6 +77,29 @@ class EventBus:
         return unsubscribe
 
     def publish(self, event: CacheEvent) -> None:
-        """Tell all subscribers."""
-        for subscriber in tuple(self._subscribers):
+        """Queue an event for all subscribers."""
+        self._queue.append(event)
+
+    def deliver(self) -> None:
+        """Tell all subscribers what is queued; events that they cause themselves come last."""
+        if self._is_delivering:
+            return
+        self._is_delivering = True
+        try:
+            while self._queue:
+                event = self._queue.popleft()
+                for subscriber in tuple(self._subscribers):
+                    self._tell(subscriber, event)
+        finally:
+            self._is_delivering = False
+
+    def _tell(self, subscriber: Subscriber, event: CacheEvent) -> None:
+        try:
             subscriber(event)
+        except Exception:
+            _log.exception(
+                "a subscriber to cache events failed at %s and gets no more of them",
+                type(event).__name__,
+            )
+            if subscriber in self._subscribers:
+                self._subscribers.remove(subscriber)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvern.core.events import CacheCleared
 from kvern.core.residency import StateCopy
 from kvern.core.sequence import Int32
 from kvern.core.state import SchedulerState
@@ -187,4 +188,6 @@ def _repair(state: SchedulerState, expected: Int32) -> int:
         index.num_state_pages -= len(index.state_entries.pop(first))
     pool.reset(expected, idle)
     tree.remove_idle(np.flatnonzero(tree.is_alive).astype(np.int32))
+    if index.events:
+        index.events.publish(CacheCleared())
     return wrong + len(named)

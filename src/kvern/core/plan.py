@@ -104,11 +104,6 @@ class StepPlan:
         """Tokens that the step computes."""
         return sum(chunk.length for chunk in self.chunks)
 
-    @property
-    def is_empty(self) -> bool:
-        """True when there is nothing to carry out."""
-        return not self.chunks and not self.ops
-
 
 class TokenChoice(NamedTuple):
     """A chosen token.

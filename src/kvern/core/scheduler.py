@@ -17,7 +17,7 @@ from dataclasses import replace
 from kvern.core.admission import admit
 from kvern.core.book import BeamSearch, RequestRecord, SequenceBook, SpanHashes
 from kvern.core.clock import Clock, monotonic_clock
-from kvern.core.committer import close_asked, commit_step, discard_step
+from kvern.core.committer import check_result, close_asked, commit_step, discard_step
 from kvern.core.config import SchedulerConfig
 from kvern.core.events import Subscriber
 from kvern.core.index import PrefixIndex
@@ -133,6 +133,7 @@ class Scheduler:
         events: list[Event] = []
         if self._draft is None:
             close_asked(self.state, events)
+            self._deliver()
         return events
 
     @property
@@ -175,18 +176,24 @@ class Scheduler:
         self._plan = StepPlan(
             self._step, tuple(draft.ops), tuple(draft.chunks.values()), tuple(draft.started)
         )
+        self._deliver()
         return self._plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Event]:
         """Take the results of the planned step in.
 
+        The result is checked as a whole before anything changes: when it is refused, the step is
+        still there to be committed with another one or discarded.
+
         Raises:
             IntegrityError: the plan is not the present one, or the result does not match it.
         """
         draft = self._current(plan)
+        check_result(plan, result)
         events = commit_step(self.state, draft, plan, result)
         self._draft = self._plan = None
         close_asked(self.state, events)
+        self._deliver()
         return events
 
     def discard(self, plan: StepPlan) -> list[Event]:
@@ -196,7 +203,13 @@ class Scheduler:
         self._draft = self._plan = None
         events: list[Event] = []
         close_asked(self.state, events)
+        self._deliver()
         return events
+
+    def _deliver(self) -> None:
+        """Tell subscribers what has happened to the cache; nothing is half done any more."""
+        if self.state.index.events:
+            self.state.index.events.deliver()
 
     def _current(self, plan: StepPlan) -> Draft:
         if self._draft is None or plan is not self._plan:
@@ -215,6 +228,7 @@ class Scheduler:
         """
         self._num_pins += 1
         num_tokens = pin_prefix(self.state, self._num_pins, request, ttl_s)
+        self._deliver()
         return self._num_pins, num_tokens
 
     def unpin(self, pin_id: int) -> bool:
@@ -223,7 +237,9 @@ class Scheduler:
 
     def clear(self) -> int:
         """Drop all cached blocks that nobody holds; returns how many."""
-        return self.state.index.clear()
+        num_dropped = self.state.index.clear()
+        self._deliver()
+        return num_dropped
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
         """Follow cache events (stored, removed, cleared); the result ends the subscription."""
@@ -257,7 +273,9 @@ class Scheduler:
         """
         held = self._draft.held if self._draft else []
         copies = self._draft.copies if self._draft else []
-        return check_integrity(self.state, held, copies, repair=repair)
+        report = check_integrity(self.state, held, copies, repair=repair)
+        self._deliver()
+        return report
 
     # ----------------------------------------------------------------------------------- limits
 
