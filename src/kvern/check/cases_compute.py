@@ -85,12 +85,13 @@ def _orders(sheet: Sheet) -> None:
 
 
 def _join_and_leave(sheet: Sheet) -> None:
+    """The engine's very first step has one row; whatever it learns from that must hold for more."""
     lab, size = sheet.lab, sheet.lab.block_size
     plans = [  # name, prompt length, new tokens, step of arrival
-        ("a", size + 2, 12, 0),
-        ("b", 3, 2, 0),
-        ("c", 2 * size, 5, 2),
-        ("d", 1, 7, 4),
+        ("a", 1, 7, 0),
+        ("b", size + 2, 12, 1),
+        ("c", 3, 2, 1),
+        ("d", 2 * size, 5, 2),
         ("e", max(size - 1, 1), 3, 5),
     ]
     session = sheet.session(
