@@ -56,26 +56,32 @@ class Row:
     share: float
 
 
-def least(repeat: int, run: Callable[[], object]) -> float:
-    """Seconds of the fastest of some runs."""
-    times = []
-    for _ in range(repeat):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)
+@dataclass(frozen=True)
+class Timer:
+    """Runs things some times and keeps the fastest."""
+
+    repeat: int
+    clock: Callable[[], float]
+
+    def least(self, run: Callable[[], object]) -> float:
+        """Seconds of the fastest run."""
+        times = []
+        for _ in range(self.repeat):
+            start = self.clock()
+            run()
+            times.append(self.clock() - start)
+        return min(times)
 
 
-def measure_limits(backend: NativeBackend, repeat: int) -> Limits:
+def measure_limits(backend: NativeBackend, timer: Timer) -> Limits:
     """Read bandwidth beyond the caches, and arithmetic in registers."""
     runtime = backend._runtime
-    data = np.ones(256 << 20, np.uint8)
-    runtime.time_reads(data)
-    reads = min(runtime.time_reads(data) for _ in range(repeat))
+    data = np.ones(128 << 20, np.uint8)
+    reads = timer.least(partial(runtime.time_reads, data))
     rates = []
     for kind in range(3):
-        runs = [runtime.time_arithmetic(kind, 200_000) for _ in range(repeat)]
-        rates.append(max(operations / seconds for seconds, operations in runs))
+        _, operations = runtime.time_arithmetic(kind, 100_000)
+        rates.append(operations / timer.least(partial(runtime.time_arithmetic, kind, 100_000)))
     return Limits(data.nbytes / reads, *rates)
 
 
@@ -94,7 +100,7 @@ def random_weight(element_type: str, rows: int, cols: int, seed: int) -> HostTen
     return HostTensor("w", element_type, rows, cols, data.reshape(-1))
 
 
-def matmul_rows(backend: NativeBackend, limits: Limits, repeat: int) -> Iterator[Row]:
+def matmul_rows(backend: NativeBackend, limits: Limits, timer: Timer) -> Iterator[Row]:
     """A 30-layer model's weights for one token, then one weight for 512."""
     runtime = backend._runtime
     for element_type in (*QUANTISED, "BF16", "F32"):
@@ -115,7 +121,7 @@ def matmul_rows(backend: NativeBackend, limits: Limits, repeat: int) -> Iterator
                 runtime.matmul(x, weight, out)
 
         total = sum(weight.nbytes_owned for weight, _, _ in weights)
-        seconds = least(repeat, token)
+        seconds = timer.least(token)
         rate = total / seconds
         yield Row(
             f"matmul {element_type}, 1 token, {total / 1e6:.0f} MB",
@@ -128,7 +134,7 @@ def matmul_rows(backend: NativeBackend, limits: Limits, repeat: int) -> Iterator
         weight = weights[2][0]
         x = np.random.default_rng(0).standard_normal((512, hidden)).astype(np.float32)
         out = np.empty((512, 2 * INNER), np.float32)
-        seconds = least(repeat, partial(runtime.matmul, x, weight, out))
+        seconds = timer.least(partial(runtime.matmul, x, weight, out))
         rate = 2.0 * 512 * hidden * 2 * INNER / seconds
         bound = "int8" if element_type in QUANTISED else "fp32"
         limit = limits.int8_ops_per_s if bound == "int8" else limits.fp32_ops_per_s
@@ -178,7 +184,7 @@ def make_context(
     return Context(layers, ids.astype(np.int32).reshape(num_seqs, per_seq), length)
 
 
-def attend_rows(backend: NativeBackend, limits: Limits, repeat: int) -> Iterator[Row]:
+def attend_rows(backend: NativeBackend, limits: Limits, timer: Timer) -> Iterator[Row]:
     """Decoding over contexts and batches, and prompts in chunks."""
     params = AttendParams(scale=DIM**-0.5)
     rng = np.random.default_rng(0)
@@ -196,7 +202,7 @@ def attend_rows(backend: NativeBackend, limits: Limits, repeat: int) -> Iterator
                 for keys, values in context.layers:
                     backend.attend(q, keys, values, batch, params, out)
 
-            seconds = least(repeat, step)
+            seconds = timer.least(step)
             total = length * num_seqs * KV_HEADS * DIM * 2 * WIDTHS[dtype] * num_layers
             rate = total / seconds
             yield Row(
@@ -212,7 +218,7 @@ def attend_rows(backend: NativeBackend, limits: Limits, repeat: int) -> Iterator
             q = rng.standard_normal((tokens, HEADS, DIM)).astype(np.float32)
             out, batch = np.empty_like(q), context.batch(tokens)
             keys, values = context.layers[0]
-            seconds = least(repeat, partial(backend.attend, q, keys, values, batch, params, out))
+            seconds = timer.least(partial(backend.attend, q, keys, values, batch, params, out))
             pairs = backend.attend(q, keys, values, batch, params, out)
             rate = 4.0 * pairs * HEADS * DIM / seconds
             bound = "bf16" if dtype == "bf16" and is_wide else "fp32"
@@ -227,7 +233,7 @@ def attend_rows(backend: NativeBackend, limits: Limits, repeat: int) -> Iterator
             )
 
 
-def torch_rows(threads: int, limits: Limits, repeat: int) -> Iterator[Row]:
+def torch_rows(threads: int, limits: Limits, timer: Timer) -> Iterator[Row]:
     """torch's scaled_dot_product_attention on dense tensors of the same work."""
     import torch
 
@@ -239,7 +245,7 @@ def torch_rows(threads: int, limits: Limits, repeat: int) -> Iterator[Row]:
             k, v = (torch.randn(1, KV_HEADS, length, DIM, dtype=dtype) for _ in range(2))
             causal = tokens > 1
             with torch.inference_mode():
-                seconds = least(repeat, partial(attend, q, k, v, is_causal=causal, enable_gqa=True))
+                seconds = timer.least(partial(attend, q, k, v, is_causal=causal, enable_gqa=True))
             if tokens == 1:
                 rate = 2.0 * k.numel() * k.element_size() / seconds
                 yield Row(
@@ -273,9 +279,17 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--torch", action="store_true", help="torch's attention too")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="count the process's CPU time: for one thread on a machine that others use too",
+    )
     arguments = parser.parse_args()
+    if arguments.cpu_time and arguments.threads != 1:
+        parser.error("--cpu-time needs --threads 1")
     backend = NativeBackend(arguments.threads, arguments.path)
-    limits = measure_limits(backend, arguments.repeat)
+    timer = Timer(arguments.repeat, time.process_time if arguments.cpu_time else time.perf_counter)
+    limits = measure_limits(backend, timer)
     head = f"{backend.kernel_path}, {backend.num_threads} threads"
     print(
         f"{head}: reads {limits.read_bytes_per_s / 1e9:.1f} GB/s, int8 {limits.int8_ops_per_s / 1e9:.0f}, "
@@ -283,11 +297,11 @@ def main() -> None:
         file=sys.stderr if arguments.json else sys.stdout,
     )
     sources = [
-        matmul_rows(backend, limits, arguments.repeat),
-        attend_rows(backend, limits, arguments.repeat),
+        matmul_rows(backend, limits, timer),
+        attend_rows(backend, limits, timer),
     ]
     if arguments.torch:
-        sources.append(torch_rows(backend.num_threads, limits, arguments.repeat))
+        sources.append(torch_rows(backend.num_threads, limits, timer))
     rows = []
     for source in sources:
         for row in source:

@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <any>
+#include <cstdlib>
 #include <sstream>
 
 #include "cpu.h"
@@ -33,7 +34,7 @@ template <class... Parts>
     throw nb::value_error(text.str().c_str());
 }
 
-// The last `tail` axes are contiguous, and so are the outer ones unless `free_first`.
+// Contiguous but, with `free_first`, for the first axis.
 template <class A>
 void require(const A& a, const char* name, size_t ndim, bool free_first = false) {
     if (a.ndim() != ndim) fail(name, " has ", a.ndim(), " dimensions, expected ", ndim);
@@ -349,6 +350,12 @@ int64_t run_program(Handle& h, const Recorded& recorded, Ints ids, const std::ve
     return h.runtime.run(program, tokens, ids.data(), std::move(steps));
 }
 
+std::string kernel_path() {
+    const char* forced = std::getenv("KVERN_KERNEL_PATH");
+    const std::string name = select_path(forced ? forced : "")->name;
+    return name == "avx512" ? "avx512+vnni+bf16" : name;
+}
+
 double time_reads(Handle& h, RawBytes data) {
     require(data, "data", 1);
     nb::gil_scoped_release unlocked;
@@ -366,6 +373,7 @@ std::tuple<double, double> time_arithmetic(Handle& h, int kind, int64_t rounds) 
 
 NB_MODULE(_native, m) {
     m.doc() = "kvern's CPU kernels; use kvern.kernels.native.NativeBackend";
+    m.def("kernel_path", &kernel_path, "The path that a backend uses here, with what it rests on.");
     m.def("available_paths", &available_paths, "Kernel paths that run on this machine, best first.");
     nb::class_<Weight>(m, "Weight", "A matrix in the kernels' interleaved form.")
         .def_prop_ro("rows", [](const Weight& w) { return w.rows; })

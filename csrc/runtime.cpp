@@ -147,7 +147,8 @@ void Runtime::start_recording(int64_t tokens, const int32_t* token_ids, std::vec
 std::unique_ptr<Program> Runtime::finish_recording(int64_t max_tokens) {
     std::lock_guard<std::mutex> hold(mutex_);
     std::unique_ptr<Recording> r = std::move(recording_);
-    if (!r || !r->is_repeatable || r->ops.empty() || r->tokens < 1) return nullptr;
+    // A single row does not show how far apart the rows of a view lie.
+    if (!r || !r->is_repeatable || r->ops.empty() || r->tokens < 2) return nullptr;
     return std::make_unique<Program>(std::move(r->ops), max_tokens, static_cast<int>(r->batches.size()));
 }
 

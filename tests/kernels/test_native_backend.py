@@ -33,6 +33,7 @@ def test_it_is_a_backend() -> None:
 def test_paths_are_forced_by_argument_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert NativeBackend(1).kernel_path == PATHS[0]
     assert "portable" in PATHS
+    assert native._native.kernel_path().startswith(PATHS[0])
     tags = {NativeBackend(1, path).numerics_tag("auto") for path in PATHS}
     assert len(tags) == len(PATHS)
     monkeypatch.setenv("KVERN_KERNEL_PATH", "portable")

@@ -228,13 +228,13 @@ class NativeBackend:
         step brings anew. What is calculated on the buffers outside the backend is not repeated.
 
         Args:
-            token_ids: int32 ``[T]``, T at least 1.
+            token_ids: int32 ``[T]``, T at least 2: one row does not show how far rows lie apart.
             batches: one per KV group.
             max_tokens: rows that every buffer has room for.
 
         Yields:
             A `Recording`, whose `program` is set when the block ends; None when some operation
-            cannot be repeated (it computed another number of rows, or read other arrays).
+            cannot be repeated (it computed another number of rows, or read other arrays) or T is 1.
         """
         recording = Recording()
         self._runtime.start_recording(token_ids, [_batch(batch) for batch in batches])
