@@ -54,6 +54,49 @@ def test_a_big_request_holds_small_ones_up_for_a_bounded_time(patience):
     sim.run()
 
 
+@pytest.mark.parametrize("patience", [0, 2, 8])
+def test_a_big_request_behind_a_long_one_blocks_nobody_for_longer(patience):
+    """The big one cannot have its room before the running one ends, so small ones go on passing."""
+    sim = Simulation([full()], 130, max_head_of_line_wait_steps=patience, check=False)
+    sim.add("running", [1] * 40, 400)
+    sim.step()
+    sim.add("big", [2] * 500, 4)
+    arrived = {}
+    for step in range(380):
+        if step % 7 == 0:
+            name = f"small{step}"
+            sim.add(name, [3 + step] * 4, 3)
+            arrived[name] = sim.num_steps + 1
+        sim.step()
+    sim.scheduler.check_integrity().raise_if_broken()
+    waits = {name: sim.started_at[name] - first for name, first in arrived.items()}
+    assert max(waits.values()) <= patience
+    assert "big" not in sim.started_at
+    assert all(name in sim.finished for name in list(arrived)[:-2])
+    sim.run()
+    assert sim.finished["big"].num_preemptions == sim.finished["running"].num_preemptions == 0
+
+
+@pytest.mark.parametrize("length", [300, 350, 490])
+def test_a_big_request_collects_its_room_from_small_ones_only_when_that_suffices(length):
+    """A stream of small ones that never ends: the big one starts as soon as it can."""
+    sim = Simulation([full()], 130, max_head_of_line_wait_steps=2, max_num_seqs=12, check=False)
+    sim.add("running", [1] * 40, 300)
+    for number in range(1000, 1008):
+        sim.add(f"s{number}", [number % 90 + 5] * 12, 40)
+    sim.step()
+    sim.add("big", [2] * length, 4)
+    for number in range(500):
+        sim.add(f"s{number}", [number % 90 + 5] * 12, 40)
+        sim.step()
+        if "big" in sim.started_at:
+            break
+    assert 2 < sim.started_at["big"] <= (80 if length < 400 else 330)
+    assert sim.counters.preemptions <= 40
+    sim.run(6_000)
+    assert sim.finished["running"].num_preemptions == 0
+
+
 def test_a_big_request_does_not_starve():
     sim = Simulation([full()], 30, max_head_of_line_wait_steps=2, max_num_seqs=8)
     sim.add("s0", [1] * 10, 30)
@@ -159,6 +202,37 @@ def test_what_fits_exactly_is_served():
         sim.ask("b", [1] * (longest - 7), 8)
         with pytest.raises(CapacityError, match="blocks"):
             sim.add("c", [1] * (longest - 7), 9)
+
+
+def test_scoring_may_fill_the_context_and_the_pool():
+    """No answer follows, so none needs room."""
+    for sim in (Simulation([full()], 100, max_model_len=64), Simulation([full()], 17)):
+        with pytest.raises(CapacityError, match="65"):
+            sim.add("long", [1] * 65, 0, needs_all_logits=True)
+        sim.add("score", [1] * 64, 0, needs_all_logits=True)
+        sim.run()
+        assert sim.samples["score", 0].reason == "length"
+        assert sim.executor.num_tokens == 64
+    sim = Simulation([full()], 100, max_model_len=64)
+    with pytest.raises(CapacityError, match="so that an answer has room"):
+        sim.add("answer", [1] * 64, 1, needs_all_logits=True)
+
+
+def test_refusals_begin_with_what_is_wrong():
+    """The id may be one that the caller has never seen."""
+    sim = Simulation([full()], 9, max_model_len=64)
+    for prompt, fields in (
+        ([], {}),
+        ([1] * 64, {}),
+        ([1] * 60, {"max_tokens": 10}),
+        ([1] * 40, {"max_tokens": 2}),
+        ([-1], {}),
+        ([1], {"n": 0}),
+        ([1], {"max_tokens": 0}),
+    ):
+        with pytest.raises(InputError) as refusal:
+            sim.scheduler.add(Request("request-7", prompt, **fields))
+        assert "request" not in str(refusal.value)
 
 
 def test_an_open_limit_is_clamped_and_an_explicit_one_refused():

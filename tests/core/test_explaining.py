@@ -5,6 +5,7 @@ from tests.core.simulation import Simulation, full, state, window
 
 from kvern.core.events import BlocksRemoved, BlocksStored, CacheCleared
 from kvern.core.hashing import CacheKey
+from kvern.core.miss import MissReason
 from kvern.core.sequence import Request
 
 
@@ -89,7 +90,27 @@ def test_replaced_says_when():
     [reason] = done.miss.reasons
     assert reason.kind == "replaced"
     assert 100.0 <= reason.when <= sim.clock.now
-    assert "replaced at 10" in str(done.miss)
+    assert reason.when + reason.age_s <= sim.clock.now
+    assert "from token 4 on it was replaced 1.0 s ago" in str(done.miss)
+    assert str(MissReason("replaced", 5, when=7.0, age_s=12.3)).endswith("replaced 12 s ago")
+    for age, words in ((0.26, "0.3 s"), (119.0, "119 s"), (600.0, "10 min"), (9e3, "2 h")):
+        assert str(MissReason("cleared", 5, age_s=age)).endswith(f"cleared {words} ago")
+
+
+def test_cleared_is_not_replaced():
+    sim = Simulation([full()], 50)
+    sim.ask("a", list(range(20)), 1)
+    assert sim.scheduler.clear() == sim.stats.cleared_blocks == 5
+    assert sim.stats.replaced_blocks == 0
+    sim.clock.advance(11.0)
+    done = sim.ask("b", list(range(20)), 1)
+    assert reasons(done) == ["cleared"]
+    assert str(done.miss).endswith("from token 0 on it was cleared 11 s ago")
+    sim.scheduler.clear()
+    sim.ask("c", list(range(8)), 1)
+    done = sim.ask("d", list(range(20)), 1)
+    assert (reasons(done), done.miss.reasons[0].position) == (["cleared"], 8)
+    assert reasons(sim.ask("e", list(range(20)), 1)) == ["last_token"]
 
 
 @pytest.mark.parametrize("field", ["cache_salt", "adapter", "position_regime"])
@@ -99,7 +120,37 @@ def test_another_key(field):
     done = sim.ask("b", list(range(20)), 1)
     assert reasons(done) == ["different_key"]
     assert done.miss.reasons[0].fields == (field,)
-    assert f"stored under another {field}" in str(done.miss)
+    assert f"its first 20 tokens are stored under another {field}" in str(done.miss)
+
+
+def test_another_key_holds_a_prompt_shorter_than_a_block():
+    sim = Simulation([full(16)], 50)
+    sim.ask("a", list(range(10)), 1, cache_salt="x")
+    done = sim.ask("b", list(range(10)), 1, cache_salt="y")
+    [reason] = done.miss.reasons
+    assert (reason.kind, reason.fields, reason.num_tokens) == ("different_key", ("cache_salt",), 10)
+
+
+def test_the_explanation_that_reaches_furthest_wins():
+    """A chat template: every tenant shares its first tokens, and one holds the whole prompt."""
+    sim = Simulation([full(16)], 50)
+    prompt = [1, *range(100, 160)]
+    sim.ask("a", prompt, 1, cache_salt="x")
+    sim.ask("b", [1, 7, 8], 1, cache_salt="y")
+    sim.ask("c", prompt[:40], 1, cache_salt="z")
+    done = sim.ask("d", prompt, 1, cache_salt="y")
+    [reason] = done.miss.reasons
+    assert done.num_cached_tokens == reason.position == 1
+    assert (reason.kind, reason.fields, reason.num_tokens) == ("different_key", ("cache_salt",), 61)
+    # nobody has more than the tenant's own: its own text is what differs
+    done = sim.ask("e", [*prompt[:50], 9, 9, 9], 1, cache_salt="y")
+    [reason] = done.miss.reasons
+    assert (reason.kind, reason.position, reason.stored_token) == ("text_differs", 50, prompt[50])
+    # what its own key has lost is said first
+    sim.ask("f", [3] * 700, 1, cache_salt="y")
+    sim.ask("g", prompt, 1, cache_salt="x")
+    done = sim.ask("h", prompt, 1, cache_salt="y")
+    assert reasons(done) == ["replaced"]
 
 
 @pytest.mark.parametrize("field", ["model", "numerics", "kv_format"])
@@ -142,6 +193,9 @@ def test_window_not_held():
 def test_caching_off_and_hits_not_wanted():
     sim = Simulation([full()], 50, enable_prefix_caching=False)
     assert reasons(sim.ask("a", [1, 2, 3])) == ["caching_disabled"]
+    sim = Simulation([full()], 50, no_cache=True)
+    done = sim.ask("a", [1, 2, 3])
+    assert str(done.miss) == "0 of 3 prompt tokens were cached; the cache is not used"
     sim = Simulation([full()], 50)
     sim.ask("a", list(range(20)))
     done = sim.ask("b", list(range(20)), ignore_cache=True)

@@ -3,7 +3,9 @@
 By rank: priority, then arrival. A sequence starts when there is a seat, a token of budget, and room
 for all its present tokens. One whose prefix a running sequence is computing waits for that instead.
 One at the head that does not fit holds the others up for `max_head_of_line_wait_steps` steps, then
-they pass it; when that has gone on for long, running sequences of lower rank make way for it.
+they pass it. When that has gone on for long and the running sequences of lower rank hold what it
+lacks, they make way for it, one per step, and nobody passes until it has started. While sequences
+of higher rank hold it, others go on passing: holding them up would not help it.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from kvern.core.matching import Match, match, no_match
 from kvern.core.miss import explain
 from kvern.core.plan import RequestStarted
 from kvern.core.planner import extend, lowest_below, share, withdraw
-from kvern.core.sequence import Sequence
-from kvern.core.state import Draft, SchedulerState
+from kvern.core.sequence import Int32, Sequence
+from kvern.core.state import Draft, SchedulerState, rank_of
 
 GROWTH_TOKENS = 32
 """Tokens by which every running sequence must be able to grow before another one starts.
@@ -29,6 +31,8 @@ same number of steps; 128 next to none, with up to a tenth more steps.
 
 GROWTH_SHARE = 64
 """That room is at most this part of the pool, so that a tiny pool is not all reserve."""
+
+NO_BLOCKS: Int32 = np.zeros(0, np.int32)
 
 MAX_FAILURES = 16
 """Waiting sequences that may be looked up in vain per step; the others have to wait for the next."""
@@ -43,8 +47,6 @@ def admit(state: SchedulerState, draft: Draft) -> None:
             break
         if seq.book.beam_delivered or is_waiting_for_another(seq):
             continue
-        if head is not None and not _may_pass(state, head):
-            break
         if _has_seat(state) and _try_start(state, draft, seq):
             continue
         if _start_instead_of_sibling(state, draft, seq):
@@ -52,10 +54,10 @@ def admit(state: SchedulerState, draft: Draft) -> None:
         num_failures += 1
         if seq.book.waits_for is not None:
             continue
-        if head is None:
+        if head is None and not _make_way(state, draft, seq):
             head = seq
-            if _make_way(state, draft, seq):
-                head = None
+            if _holds_others_up(state, draft, seq):
+                break
         if not _has_seat(state):
             break
 
@@ -77,17 +79,14 @@ def _start_instead_of_sibling(state: SchedulerState, draft: Draft, seq: Sequence
     return False
 
 
-def _may_pass(state: SchedulerState, head: Sequence) -> bool:
-    patience = state.config.max_head_of_line_wait_steps
-    blocked = head.book.blocked_steps
-    return patience < blocked <= STARVATION_FACTOR * max(patience, 1)
-
-
 def _make_way(state: SchedulerState, draft: Draft, head: Sequence) -> bool:
-    """Note that the head was blocked; after too long, preempt one sequence for it per step."""
+    """Note that the head was blocked; after too long, preempt one sequence for it per step.
+
+    Returns:
+        Whether the head has started.
+    """
     head.book.blocked_steps += 1
-    limit = STARVATION_FACTOR * max(state.config.max_head_of_line_wait_steps, 1)
-    if head.book.blocked_steps <= limit:
+    if not _may_claim(state, draft, head):
         return False
     victim = lowest_below(state, draft, head)
     if victim is None:
@@ -96,6 +95,37 @@ def _make_way(state: SchedulerState, draft: Draft, head: Sequence) -> bool:
     state.preempt(victim)
     draft.headroom = None
     return _has_seat(state) and _try_start(state, draft, head)
+
+
+def _holds_others_up(state: SchedulerState, draft: Draft, head: Sequence) -> bool:
+    """Whether nobody may pass a blocked head: for a while at first, and while room is collected."""
+    patience = state.config.max_head_of_line_wait_steps
+    return head.book.blocked_steps <= patience or _may_claim(state, draft, head)
+
+
+def _may_claim(state: SchedulerState, draft: Draft, head: Sequence) -> bool:
+    """Whether the head has waited too long and would fit if all below its rank gave way."""
+    limit = STARVATION_FACTOR * max(state.config.max_head_of_line_wait_steps, 1)
+    if head.book.blocked_steps <= limit:
+        return False
+    rank = rank_of(head)
+    above = [seq for seq in state.running if rank_of(seq) < rank]
+    below = state.running[len(above) :]
+    seats = min(state.config.max_num_seqs, state.config.max_num_batched_tokens)
+    if len(above) >= seats:
+        return False
+    if not above:
+        return True
+    found = _look_up(state, head)
+    pages = [table.blocks for seq in below for table in seq.tables]
+    held, counts = np.unique(np.concatenate(pages or [NO_BLOCKS]), return_counts=True)
+    freed = held[(state.pool.refs[held] == counts) & (held != 0)]
+    wanted = np.concatenate(
+        [*state.residency.hit_blocks(found), *state.residency.source_blocks(found)]
+    )
+    num_freed = len(np.setdiff1d(freed, wanted))
+    growth = sum(_growth(state, seq) for seq in above)
+    return _pages_to_start(state, head, found) + growth <= state.pool.num_available + num_freed
 
 
 def is_waiting_for_another(seq: Sequence) -> bool:
@@ -149,6 +179,13 @@ def _fits(state: SchedulerState, draft: Draft, seq: Sequence, found: Match) -> b
     The running sequences must keep room to grow, else they would soon preempt each other.
     Groups of limited reach need room for one token at first; their chunks are cut to what is left.
     """
+    if draft.headroom is None:
+        draft.headroom = sum(_growth(state, other) for other in state.running)
+    return _pages_to_start(state, seq, found) + draft.headroom <= state.pool.num_available
+
+
+def _pages_to_start(state: SchedulerState, seq: Sequence, found: Match) -> int:
+    """Available pages that a start from a hit takes: fresh ones, and cached ones that it finds."""
     residency, pool = state.residency, state.pool
     blocks = [run[run != 0] for run in residency.hit_blocks(found)]
     idle = sum(pool.num_idle(run) for run in (*blocks, *residency.source_blocks(found)))
@@ -160,9 +197,7 @@ def _fits(state: SchedulerState, draft: Draft, seq: Sequence, found: Match) -> b
             continue
         end = seq.num_tokens if rule.is_full else found.num_tokens + 1
         needed += rule.num_blocks(end) - start // rule.block_size
-    if draft.headroom is None:
-        draft.headroom = sum(_growth(state, other) for other in state.running)
-    return needed + idle + draft.headroom <= pool.num_available
+    return needed + idle
 
 
 def _growth(state: SchedulerState, seq: Sequence) -> int:

@@ -21,7 +21,8 @@ class SchedulerConfig:
         replacement: which cached block to give up: "lru", "lfu", "fifo", "slru" or "gdsf".
         max_head_of_line_wait_steps: steps for which a waiting request that does not fit may hold
             up those behind it. Afterwards they pass it; after `STARVATION_FACTOR` times as many
-            steps, running sequences of lower rank are preempted for it, one per step.
+            steps, running sequences of lower rank are preempted for it, one per step, if that
+            can make it fit.
         state_checkpoint_tokens: states are kept at multiples of this length, at the end of the
             prompt and when a sequence stops; 0: only when it stops.
         max_state_checkpoint_bytes: budget of kept states; None: a quarter of the pool,

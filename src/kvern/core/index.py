@@ -33,9 +33,10 @@ class PrefixIndex:
         pool: the blocks.
         tree: the nodes.
         events: stored, removed, cleared.
-        ghosts: when content was replaced.
+        ghosts: when content was replaced or cleared.
         roots: the root node of every key in use.
         num_replaced: blocks replaced so far.
+        num_cleared: blocks dropped by `clear` so far.
         num_deduplicated: sealed blocks that gave way to an equal one.
     """
 
@@ -62,6 +63,7 @@ class PrefixIndex:
         self.ghosts = Ghosts(num_blocks)
         self.hash_bits = hash_bits
         self.num_replaced = 0
+        self.num_cleared = 0
         self.num_deduplicated = 0
         self._clock = clock
         self._secret = secret
@@ -353,18 +355,22 @@ class PrefixIndex:
             firsts = np.array(list(self.state_entries), np.int32)
             idle = np.setdiff1d(idle, np.setdiff1d(pages, firsts)).astype(np.int32)
         if len(idle):
-            self.drop(idle)
+            more = self._forget(idle, is_cleared=True)
+            self.pool.unpublish(np.concatenate((idle, more)))
         if self.events:
             self.events.publish(CacheCleared())
         return before
 
-    def _forget(self, blocks: Int32) -> Int32:
+    def _forget(self, blocks: Int32, *, is_cleared: bool = False) -> Int32:
         """Unname blocks; returns the further pages of states among them."""
         tree, pool = self.tree, self.pool
         nodes, columns = pool.node[blocks], pool.column[blocks]
         tree.blocks[nodes, columns] = 0
-        self.ghosts.remember(tree.hash_low[nodes], self._clock())
-        self.num_replaced += len(blocks)
+        self.ghosts.remember(tree.hash_low[nodes], self._clock(), is_cleared=is_cleared)
+        if is_cleared:
+            self.num_cleared += len(blocks)
+        else:
+            self.num_replaced += len(blocks)
         if self.events:
             self._tell_removed(nodes, columns.tolist())
         more: list[Int32] = []

@@ -155,11 +155,16 @@ def _tail(
 
 
 def branch_lengths(
-    index: PrefixIndex, seq: Sequence, parent: int, start: int, stop: int
+    index: PrefixIndex,
+    seq: Sequence,
+    parent: int,
+    start: int,
+    stop: int,
+    limit: int = MAX_BRANCHES,
 ) -> tuple[Int32, Int32]:
     """Children of a node, and how many tokens each shares with the sequence from `start` on."""
     tree = index.tree
-    nodes = tree.children(parent, MAX_BRANCHES)
+    nodes = tree.children(parent, limit)
     if stop <= start or len(nodes) == 0:
         return nodes, np.zeros(len(nodes), np.int32)
     wanted = seq.token_ids(start, stop)

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
-from kvern.core.hashing import as_columns, hash_spans
-from kvern.core.matching import Match, branch_lengths
+from kvern.core.branching import Branch, nearest_branch, other_key
+from kvern.core.matching import Match
 from kvern.core.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -18,6 +16,7 @@ if TYPE_CHECKING:
 MissKind = Literal[
     "never_stored",
     "replaced",
+    "cleared",
     "different_key",
     "text_differs",
     "window_not_held",
@@ -26,12 +25,10 @@ MissKind = Literal[
     "tail_not_copyable",
     "no_room_to_copy",
     "caching_disabled",
+    "cache_not_used",
     "all_logits_needed",
     "asked_to_ignore",
 ]
-
-MAX_KEYS = 32
-"""Other cache keys that are tried when nothing at all was found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +38,14 @@ class MissReason:
     Attributes:
         kind: the class of the reason.
         position: the first prompt token that it kept from being found.
-        when: of "replaced": seconds on the scheduler's clock.
+        when: of "replaced" and "cleared": seconds on the scheduler's clock.
+        age_s: of these: seconds between then and this report.
         stored_token: of "text_differs": the stored token at `position`, None if what is stored
             ends there.
         prompt_token: of "text_differs": the prompt's token at `position`.
         fields: of "different_key": the fields that differ (adapter, cache_salt, ...). Tells that
             other tenants' content exists: show it to the operator, not to the tenant.
+        num_tokens: of "different_key": leading prompt tokens that are stored there.
     """
 
     kind: MissKind
@@ -55,15 +54,20 @@ class MissReason:
     stored_token: int | None = None
     prompt_token: int | None = None
     fields: tuple[str, ...] = ()
+    age_s: float | None = None
+    num_tokens: int = 0
 
     def __str__(self) -> str:
         """The reason in plain words."""
         at = f"token {self.position}"
         match self.kind:
-            case "replaced":
-                return f"from {at} on it was replaced at {self.when:.3f} s"
+            case "replaced" | "cleared":
+                return f"from {at} on it was {self.kind} {_duration(self.age_s or 0.0)} ago"
             case "different_key":
-                return f"the same tokens are stored under another {', '.join(self.fields)}"
+                return (
+                    f"its first {_tokens(self.num_tokens)} stored under another "
+                    f"{', '.join(self.fields)}"
+                )
             case "text_differs" if self.stored_token is None:
                 return f"what is stored ends before {at}"
             case "text_differs":
@@ -83,9 +87,22 @@ _WORDS = {
     "tail_not_copyable": "part of a block at {at} is stored in a form that cannot be copied",
     "no_room_to_copy": "there was no room to copy the part of a block at {at}",
     "caching_disabled": "prefix caching is off",
+    "cache_not_used": "the cache is not used",
     "all_logits_needed": "the logits of every prompt token were asked for",
     "asked_to_ignore": "the request asked for no hit",
 }
+
+
+def _duration(seconds: float) -> str:
+    """Seconds in the unit that suits them."""
+    for unit, size in (("days", 86_400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+
+
+def _tokens(count: int) -> str:
+    return "token is" if count == 1 else f"{count} tokens are"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +150,7 @@ def _reasons(
     position = found.num_tokens
     request = seq.request
     if not state.config.shares:
-        yield MissReason("caching_disabled", 0)
+        yield MissReason("cache_not_used" if state.config.no_cache else "caching_disabled", 0)
         return
     if request.needs_all_logits or request.ignore_cache:
         kind: MissKind = "all_logits_needed" if request.needs_all_logits else "asked_to_ignore"
@@ -154,60 +171,44 @@ def _reasons(
 
 
 def _branch_reasons(state: SchedulerState, seq: Sequence, full: Match) -> Iterator[MissReason]:
-    """Why the stored path goes no further."""
-    index, book = state.index, seq.book
-    num_spans = len(full.path)
-    start = num_spans * index.span
+    """Why the stored path goes no further: the explanation that reaches furthest."""
+    index = state.index
+    start = len(full.path) * index.span
     if start > full.limit:
         return
-    if start + index.span <= seq.num_tokens:
-        low, _ = book.hashes.columns(num_spans, num_spans + 1, index.hash_bits)
-        when = index.ghosts.replaced_at(int(low[0]))
-        if when is not None:
-            yield MissReason("replaced", start, when=when)
-            return
-    parent = int(full.path[-1]) if num_spans else book.root
-    stop = min(start + index.span, seq.num_tokens)
-    nodes, lengths = branch_lengths(index, seq, parent, start, stop)
-    if num_spans == 0 and not (len(lengths) and lengths.max()):
-        fields = _other_key(state, seq)
-        if fields:
-            yield MissReason("different_key", 0, fields=fields)
-            return
-    if len(nodes) == 0:
-        yield MissReason("never_stored", start)
+    gone = _ghost_reason(state, seq, start)
+    if gone is not None:
+        yield gone
         return
-    best = int(np.argmax(lengths))
-    length = int(lengths[best])
-    position = start + length
-    if position >= seq.num_tokens:
-        return
-    stored = None
-    if length < index.tree.num_tokens[nodes[best]]:
-        stored = int(index.tree.tokens[nodes[best], length])
-    prompt_token = int(seq.token_ids(position, position + 1)[0])
-    if length == 0 and (stored is None or num_spans == 0):
-        yield MissReason("never_stored", position)
-    else:
-        yield MissReason("text_differs", position, stored_token=stored, prompt_token=prompt_token)
+    branch = nearest_branch(index, seq, full.path, seq.book.root)
+    num_elsewhere, fields = other_key(state, seq, branch.num_tokens)
+    if fields:
+        yield MissReason("different_key", full.num_tokens, fields=fields, num_tokens=num_elsewhere)
+    elif branch.num_tokens < seq.num_tokens:
+        yield _text_reason(seq, start, branch)
 
 
-def _other_key(state: SchedulerState, seq: Sequence) -> tuple[str, ...]:
-    """In which fields a cache key differs under which the prompt's beginning is stored."""
-    index, request = state.index, seq.request
-    own = state.key_of(request)
-    if seq.num_tokens < index.span:
-        return ()
-    tokens = seq.token_ids(0, index.span)
-    keys = [key for key in list(index.roots)[-MAX_KEYS:] if key != own]
-    if not keys:
-        return ()
-    roots = np.array([index.roots[key] for key in keys], np.int32)
-    names = (
-        hash_spans(index.root_hash(root), tokens, index.span, request.media, 0)
-        for root in roots.tolist()
+def _ghost_reason(state: SchedulerState, seq: Sequence, start: int) -> MissReason | None:
+    """What became of the span behind the stored path, if it is remembered."""
+    index, place = state.index, start // state.index.span
+    if start + index.span > seq.num_tokens:
+        return None
+    low, _ = seq.book.hashes.columns(place, place + 1, index.hash_bits)
+    ghost = index.ghosts.find(int(low[0]))
+    if ghost is None:
+        return None
+    kind: MissKind = "cleared" if ghost.is_cleared else "replaced"
+    return MissReason(kind, start, when=ghost.when, age_s=state.clock() - ghost.when)
+
+
+def _text_reason(seq: Sequence, start: int, branch: Branch) -> MissReason:
+    """What differs behind the stored path."""
+    position = branch.num_tokens
+    if position == start and (branch.stored_token is None or start == 0):
+        return MissReason("never_stored", position)
+    return MissReason(
+        "text_differs",
+        position,
+        stored_token=branch.stored_token,
+        prompt_token=int(seq.token_ids(position, position + 1)[0]),
     )
-    low, high = as_columns(b"".join(names), index.hash_bits)
-    found = index.tree.find(roots, low, high, np.broadcast_to(tokens, (len(keys), index.span)))
-    places = np.flatnonzero(found)
-    return keys[places[0]].differences(own) if len(places) else ()

@@ -258,6 +258,7 @@ class Scheduler:
             running=len(state.running),
             waiting=len(state.waiting),
             replaced_blocks=index.num_replaced,
+            cleared_blocks=index.num_cleared,
             deduplicated_blocks=index.num_deduplicated,
             hash_collisions=index.tree.num_collisions,
             kept_state_pages=index.num_state_pages,
@@ -285,17 +286,17 @@ class Scheduler:
 
     def _checked_max_tokens(self, request: Request, num_prompt_tokens: int) -> int:
         """The limit of generated tokens, or an error that says why there is none."""
-        name, config = request.request_id, self.config
         wanted = request.max_tokens
-        context = config.max_model_len
-        if context is not None and num_prompt_tokens >= context:
+        context = self.config.max_model_len
+        needs_answer = not (request.needs_all_logits and wanted == 0)
+        if context is not None and num_prompt_tokens + needs_answer > context:
             raise CapacityError(
-                f"request {name}: the prompt has {num_prompt_tokens:,} tokens and the context "
-                f"{context:,}: shorten it so that an answer has room"
+                f"the prompt has {num_prompt_tokens:,} tokens and the context {context:,}: "
+                f"shorten it{' so that an answer has room' if needs_answer else ''}"
             )
         if context is not None and wanted is not None and num_prompt_tokens + wanted > context:
             raise CapacityError(
-                f"request {name}: {num_prompt_tokens:,} prompt tokens and max_tokens {wanted:,} "
+                f"{num_prompt_tokens:,} prompt tokens and max_tokens {wanted:,} "
                 f"exceed the context of {context:,}: ask for at most "
                 f"{context - num_prompt_tokens:,} tokens"
             )
@@ -304,7 +305,7 @@ class Scheduler:
         least = num_prompt_tokens + max(wanted or 0, 1) - 1
         if least > longest:
             raise CapacityError(
-                f"request {name}: {num_prompt_tokens:,} prompt tokens"
+                f"{num_prompt_tokens:,} prompt tokens"
                 + (f" and max_tokens {wanted:,}" if wanted else "")
                 + f" need {self.pages_for(least):,} blocks, and the pool has {usable:,} "
                 f"(room for {longest:,} tokens): shorten it or enlarge the KV memory"

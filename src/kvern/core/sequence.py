@@ -76,22 +76,16 @@ class Request:
     def __post_init__(self) -> None:
         """Refuse what no scheduler could serve."""
         if len(self.prompt) == 0:
-            raise InputError(
-                f"request {self.request_id}: the prompt is empty; give at least one token"
-            )
+            raise InputError("the prompt is empty; give at least one token")
         if self.n < 1:
-            raise InputError(f"request {self.request_id}: n is {self.n}; it must be at least 1")
+            raise InputError(f"n is {self.n}; it must be at least 1")
         if self.beam_width < 0 or 0 < self.beam_width < self.n:
             raise InputError(
-                f"request {self.request_id}: beam_width {self.beam_width} cannot return "
-                f"{self.n} beams; make it at least n"
+                f"beam_width {self.beam_width} cannot return {self.n} beams; make it at least n"
             )
         least = 0 if self.needs_all_logits else 1
         if self.max_tokens is not None and self.max_tokens < least:
-            raise InputError(
-                f"request {self.request_id}: max_tokens is {self.max_tokens}; "
-                f"it must be at least {least}"
-            )
+            raise InputError(f"max_tokens is {self.max_tokens}; it must be at least {least}")
 
 
 def token_array(request: Request) -> Int32:
@@ -102,9 +96,9 @@ def token_array(request: Request) -> Int32:
     """
     tokens = np.asarray(request.prompt)
     if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
-        raise InputError(f"request {request.request_id}: the prompt is not a list of token ids")
+        raise InputError("the prompt is not a list of token ids")
     if tokens.min() < 0 or tokens.max() > np.iinfo(np.int32).max:
-        raise InputError(f"request {request.request_id}: a token id of the prompt is out of range")
+        raise InputError("a token id of the prompt is out of range")
     return tokens.astype(np.int32)
 
 

@@ -72,7 +72,8 @@ class CacheStats:
         page_bytes: bytes of a page.
         running: sequences that take part in steps.
         waiting: sequences that wait for room.
-        replaced_blocks: cached blocks given up so far.
+        replaced_blocks: cached blocks given up for others so far.
+        cleared_blocks: cached blocks dropped by clearing so far.
         deduplicated_blocks: sealed blocks that gave way to an equal one.
         hash_collisions: lookups that met other content with the same hash.
         kept_state_pages: pages of kept states.
@@ -88,6 +89,7 @@ class CacheStats:
     running: int
     waiting: int
     replaced_blocks: int
+    cleared_blocks: int
     deduplicated_blocks: int
     hash_collisions: int
     kept_state_pages: int
