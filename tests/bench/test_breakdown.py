@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvern import LLM, SamplingParams
-from kvern.bench.breakdown import PARTIES, Accountant
+from kvern.bench.breakdown import DECODER, PARTIES, Accountant
 from kvern.bench.limits import Limits, best_of, measure_limits
 from kvern.bench.recording import Recorder, Step, TimedBackend
 
@@ -60,8 +61,20 @@ def test_shares_add_up(recorded: dict[str, Any]) -> None:
     document = recorded["phases"]["all"].document()
     assert set(document["shares"]) == set(PARTIES)
     assert sum(document["shares"].values()) == pytest.approx(1.0)
-    assert document["seconds"] == pytest.approx(sum(s.seconds for s in recorded["untouched"]))
+    timed_s = sum(step.seconds for step in recorded["timed"])
+    assert 0.2 * timed_s < document["seconds"] <= timed_s * 1.001
     assert document["bottleneck"] in PARTIES
+
+
+def test_python_that_an_untouched_run_does_not_spend_is_taken_off(recorded: dict[str, Any]) -> None:
+    accountant, timed = Accountant(LIMITS, "fp32", 10**9), recorded["timed"]
+    slow = [dataclasses.replace(step, forward_s=9.0) for step in timed]
+    quick = [dataclasses.replace(step, forward_s=0.0) for step in timed]
+    most = accountant.phases(timed, slow)["all"]
+    least = accountant.phases(timed, quick)["all"]
+    assert most.parts_s[DECODER] > 0 == least.parts_s[DECODER]
+    assert most.seconds - most.parts_s[DECODER] == pytest.approx(least.seconds)
+    assert accountant.phases(timed, [])["all"].parts_s == most.parts_s
 
 
 def test_bytes_and_operations_are_the_formula(recorded: dict[str, Any]) -> None:

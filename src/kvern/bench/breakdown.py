@@ -4,8 +4,9 @@ Every native call's measured time goes to one party. A matrix product waits for 
 reading them at the measured bandwidth takes longer than its arithmetic at the measured rate, and for
 arithmetic otherwise; attention waits for keys and values in the same sense. What is neither matrix
 product nor attention is a small operation. The rest of a step is Python: bookkeeping (plan and
-commit), sampling, and the decoder's own lines. Calls are timed in one run and steps in another,
-because an engine whose calls are timed cannot repeat a recorded step in one call.
+commit), sampling, and the decoder's own lines. An engine whose calls are timed cannot repeat a
+recorded step in one call, so a second run, whose calls are not timed, tells what the decoder's lines
+really cost.
 
 The bound of a step is the time that no engine on this machine can beat: it must read the weights
 once and each sequence's visible keys and values once, and do the arithmetic, the two overlapping at
@@ -24,17 +25,11 @@ from kvern.bench.limits import Limits
 from kvern.bench.recording import Call, Step
 from kvern.spec.codec import KV_FORMATS
 
-PARTIES = (
-    "weight reads",
-    "KV reads",
-    "arithmetic",
-    "small operations",
-    "bookkeeping",
-    "sampling",
-    "Python in the decoder",
-)
+DECODER = "Python in the decoder"
+NATIVE_PARTIES = ("weight reads", "KV reads", "arithmetic", "small operations")
+PYTHON_PARTIES = ("bookkeeping", "sampling", DECODER)
+PARTIES = NATIVE_PARTIES + PYTHON_PARTIES
 PHASES = ("prefill", "decode", "all")
-PYTHON_PARTIES = ("bookkeeping", "sampling", "Python in the decoder")
 
 
 @dataclass(slots=True)
@@ -44,7 +39,7 @@ class Phase:
     Attributes:
         steps: how many.
         tokens: rows that went through the decoder.
-        seconds: of the untouched steps.
+        seconds: measured, less the Python that an untouched run does not spend.
         bound_s: the least that the machine's limits allow.
         parts_s: seconds by party; they add up to `seconds`.
         weight_bytes: read at least.
@@ -115,11 +110,11 @@ class Accountant:
             for name in _phases_of(step):
                 _add(phases[name], counted)
         for name, phase in phases.items():
-            _split_python(phase, [step for step in untouched if name in _phases_of(step)])
+            _limit_python(phase, [step for step in untouched if name in _phases_of(step)])
         return phases
 
     def _count(self, step: Step) -> Phase:
-        """Native calls alone."""
+        """One step whose calls were timed."""
         phase = Phase(steps=1, tokens=step.num_tokens, native_calls=len(step.calls))
         weights: dict[int, int] = {}
         arithmetic_s = 0.0
@@ -138,6 +133,10 @@ class Accountant:
             phase.operations += operations
             arithmetic_s += compute_s
         phase.head_s = _head_s(step)
+        native_s = sum(phase.parts_s.values())
+        phase.parts_s[DECODER] = max(0.0, step.forward_s - (native_s - phase.head_s))
+        phase.parts_s["sampling"] = max(0.0, step.execute_s - step.forward_s - phase.head_s)
+        phase.parts_s["bookkeeping"] = max(0.0, step.seconds - step.execute_s)
         phase.weight_bytes = float(min(sum(weights.values()), self.stored_weight_bytes))
         read_s = (phase.weight_bytes + phase.kv_bytes) / self.limits.read_bytes_per_s
         phase.bound_s = max(read_s, arithmetic_s)
@@ -192,23 +191,18 @@ def _head_s(step: Step) -> float:
     return last.ended_s - last.started_s if last is not None and last.name == "matmul" else 0.0
 
 
-def _split_python(phase: Phase, untouched: Sequence[Step]) -> None:
-    """What the untouched steps took beside the native calls.
+def _limit_python(phase: Phase, untouched: Sequence[Step]) -> None:
+    """Take off the decoder's Python what an untouched run does not spend.
 
-    Two runs never take the same time: native parts are scaled down where they alone would exceed it.
+    Going through operations one by one is the most that it can cost; the untouched run's forward time
+    beside the native calls is what it does cost. The lesser counts, so that a slower second run does
+    not look like Python.
     """
+    native_s = sum(phase.parts_s[name] for name in NATIVE_PARTIES) - phase.head_s
     forward_s = sum(step.forward_s for step in untouched)
-    execute_s = sum(step.execute_s for step in untouched)
-    native_s = sum(phase.parts_s.values())
-    if native_s > execute_s > 0:
-        scale = execute_s / native_s
-        phase.head_s *= scale
-        phase.parts_s = {name: seconds * scale for name, seconds in phase.parts_s.items()}
-        native_s = execute_s
-    sampling_s = max(0.0, execute_s - forward_s - phase.head_s)
-    phase.parts_s["sampling"] = min(sampling_s, execute_s - native_s)
-    phase.parts_s["Python in the decoder"] = execute_s - native_s - phase.parts_s["sampling"]
-    phase.parts_s["bookkeeping"] = sum(step.seconds for step in untouched) - execute_s
+    spent_s = phase.parts_s[DECODER]
+    if untouched:
+        phase.parts_s[DECODER] = min(spent_s, max(0.0, forward_s - native_s))
     phase.seconds = sum(phase.parts_s.values())
 
 
