@@ -203,6 +203,7 @@ class TestBadInput:
         sentence = refused(capsys, "run", "--raw", "--context", "64", "word " * 100)
         assert "101" in sentence or "100" in sentence
         assert "64" in sentence
+        assert sentence.startswith("error: the prompt has 101 tokens")  # no id of the engine's own
         assert "--raw" not in sentence
 
         sentence = refused(capsys, "run", "--context", "64", "word " * 40)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Literal
 
 import pytest
 from tests.cli.conftest import Command
 from tests.cli.fake_engine import FakeLLM
 
+from kvern.core.miss import MissReason, MissReport
 from kvern.errors import CapacityError, InputError
 
 Captured = pytest.CaptureFixture[str]
@@ -103,6 +105,40 @@ def test_stats_in_plain_words(
 
     assert kvern_command("run", "Hi", "--stats", "--no-cache") == 0
     assert "KV cache  not used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "age_s", "told"),
+    [
+        ("replaced", 12.3, "from token 16 on it was replaced 12 s ago"),
+        ("replaced", 0.31, "from token 16 on it was replaced 0.3 s ago"),
+        ("cleared", 7200.0, "from token 16 on it was cleared 2 h ago"),
+    ],
+)
+def test_what_is_gone_from_the_cache_has_an_age_and_no_clock_reading(
+    kind: Literal["replaced", "cleared"],
+    age_s: float,
+    told: str,
+    engine: type[FakeLLM],
+    kvern_command: Command,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reason = MissReason(kind, 16, when=4529.407, age_s=age_s)
+    report = MissReport(20, 16, ((0, 16),), (reason,))
+    monkeypatch.setattr("tests.cli.fake_engine._miss", lambda *_: report)
+    assert kvern_command("run", "Hi", "--stats") == 0
+    printed = capsys.readouterr().err
+    assert f"not cached: {told}\n" in printed
+    assert "4529" not in printed
+
+    engine.answers = ("One.",)
+    assert kvern_command("chat", "--stats", stdin=b"Hi\n") == 0
+    assert f"[not cached: {told}]" in capsys.readouterr().err
+
+    assert kvern_command("run", "Hi", "--json") == 0
+    (row,) = json.loads(capsys.readouterr().out)["miss"]["reasons"]
+    assert (row["kind"], row["age_s"], row["explanation"]) == (kind, age_s, told)
 
 
 @pytest.mark.parametrize(
