@@ -83,3 +83,21 @@ def test_leaves_go_before_stems(policy):
     sim.ask("other", [9] * 14, 1)
     found = sim.ask("again", list(range(40)), 1).num_cached_tokens
     assert 20 <= found < 39
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"lru"}))
+def test_equal_scores_leave_in_order_and_are_selected_in_parts(policy):
+    """A selection of the whole pool would cost 20 bytes per block more."""
+    count = 10_000
+    queue = make_queue(policy, count, lambda blocks: (0 * blocks, 0 * blocks))
+    refs = np.zeros(count, np.int32)
+    blocks = np.random.default_rng(0).permutation(np.arange(1, count)).astype(np.int32)
+    queue.stored(blocks)
+    for start in range(0, count, 100):
+        queue.push(blocks[start : start + 100])
+    taken = []
+    while len(victims := queue.pop(7, refs)):
+        taken.append(victims)
+        queue.forget(victims)
+        assert len(queue._ready) <= count // 16
+    assert np.array_equal(np.concatenate(taken), blocks)

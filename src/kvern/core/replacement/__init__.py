@@ -42,4 +42,4 @@ def make_queue(
         raise UsageError(f"unknown replacement policy {policy!r}; choose one of {known}")
     if policy == "lru":
         return RecencyQueue(num_blocks)
-    return ScoredQueue(num_blocks, POLICIES[policy], chain_facts)
+    return ScoredQueue(num_blocks, POLICIES[policy], chain_facts, notes_storing=policy == "fifo")

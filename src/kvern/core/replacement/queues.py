@@ -104,7 +104,7 @@ class BlockFacts:
         now: the number of releases so far, a clock that moves with use.
         age: the score of the latest victim.
         last_used: `now` of the latest release.
-        stored: `now` when the block was published.
+        stored: `now` when the block was published; only noted for policies that ask for it.
         num_uses: times the block was stored or found.
         depth: the block's index in its sequence.
         num_blocks: blocks in the pool.
@@ -131,7 +131,12 @@ class ScoredQueue:
     """
 
     def __init__(
-        self, num_blocks: int, score: Score, chain_facts: Callable[[Int32], tuple[Int64, Int32]]
+        self,
+        num_blocks: int,
+        score: Score,
+        chain_facts: Callable[[Int32], tuple[Int64, Int32]],
+        *,
+        notes_storing: bool = False,
     ) -> None:
         self._score_of = score
         self._chain_facts = chain_facts
@@ -140,7 +145,7 @@ class ScoredQueue:
         self._age = 0.0
         self._score: Float64 = np.full(num_blocks, np.inf)
         self._order: Int64 = np.zeros(num_blocks, np.int64)
-        self._stored: Int64 = np.zeros(num_blocks, np.int64)
+        self._stored: Int64 | None = np.zeros(num_blocks, np.int64) if notes_storing else None
         self._uses: Int32 = np.zeros(num_blocks, np.int32)
         self._floor: Float64 = np.full(num_blocks, -np.inf)
         self._ready: Int32 = np.zeros(0, np.int32)
@@ -158,7 +163,7 @@ class ScoredQueue:
             self._now,
             self._age,
             order,
-            self._stored[blocks],
+            order if self._stored is None else self._stored[blocks],
             self._uses[blocks].astype(np.int64),
             depth,
             self._num_blocks,
@@ -207,7 +212,8 @@ class ScoredQueue:
     def stored(self, blocks: Int32) -> None:
         """Start counting anew."""
         self._uses[blocks] = 1
-        self._stored[blocks] = self._now
+        if self._stored is not None:
+            self._stored[blocks] = self._now
 
     def forget(self, blocks: Int32) -> None:
         """Void the blocks' scores."""
@@ -223,9 +229,13 @@ class ScoredQueue:
         self._bound = np.inf
         if wanted < len(waiting):
             scores = self._score[waiting]
-            bound = float(np.partition(scores, wanted)[wanted])
-            waiting = waiting[scores <= bound]
-            self._bound = float(np.nextafter(bound, np.inf))
+            self._bound = float(np.partition(scores, wanted)[wanted])
+            equal = waiting[scores == self._bound]
+            waiting = waiting[scores < self._bound]
+            missing = wanted - len(waiting)
+            if missing:
+                oldest = np.argpartition(self._order[equal], missing - 1)[:missing]
+                waiting = np.concatenate((waiting, equal[oldest]))
         self._ready = self._sorted(waiting)
         self._ready_order = self._order[self._ready]
         self._ready_score = self._score[self._ready]
