@@ -47,6 +47,7 @@ _GAUGES = {
 
 _TOTALS = {
     "replaced_blocks": "Cached blocks given up",
+    "cleared_blocks": "Cached blocks dropped by a clear",
     "deduplicated_blocks": "Sealed blocks that gave way to an equal one",
     "hash_collisions": "Lookups that met other content with the same hash",
 }
