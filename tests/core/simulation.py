@@ -73,9 +73,9 @@ def kv_plan(groups, num_blocks):
     return KVPlan(tuple(groups), 1024, num_blocks, 0)
 
 
-def root_of(request: Request) -> int:
+def root_of(request: Request, regime: int = 0) -> int:
     """Where the fingerprints of a request start: its tenant, adapter and so on."""
-    key = (request.cache_salt, request.adapter, request.position_regime)
+    key = (request.cache_salt, request.adapter, request.position_regime, regime)
     return int.from_bytes(repr(key).encode(), "little") % PRIME
 
 
@@ -84,8 +84,8 @@ def step_fingerprint(value: int, token: int, media: bytes = b"") -> int:
     return ((value + 1) * 1_000_003 + token * 7919 + extra * 104_729 + 11) % PRIME
 
 
-def prefix_fingerprints(request: Request, tokens: SequenceOf[int]) -> list[int]:
-    value, found = root_of(request), []
+def prefix_fingerprints(request: Request, tokens: SequenceOf[int], regime: int = 0) -> list[int]:
+    value, found = root_of(request, regime), []
     starts = {item.start: item.digest for item in request.media}
     for position, token in enumerate(tokens):
         value = step_fingerprint(value, int(token), starts.get(position, b""))
@@ -107,15 +107,21 @@ def candidates(value: int, count: int) -> list[TokenChoice]:
     return sorted(choices, key=lambda choice: (-choice.logprob, choice.token_id))[:count]
 
 
-def right_answer(request: Request, max_tokens: int, sample_index: int = 0) -> list[int]:
+def right_answer(
+    request: Request, max_tokens: int, sample_index: int = 0, border: int | None = None
+) -> list[int]:
     tokens, answer = [int(token) for token in request.prompt], []
-    value = prefix_fingerprints(request, tokens)[-1]
+    regime = int(border is not None and len(tokens) > border)
+    value = prefix_fingerprints(request, tokens, regime)[-1]
     while len(answer) < max_tokens:
         token = choose(value, sample_index).token_id
         answer.append(token)
         if token in request.stop_token_ids:
             break
-        value = step_fingerprint(value, token)
+        if len(tokens) + len(answer) - 1 == border:
+            value = prefix_fingerprints(request, [*tokens, *answer], 1)[-1]
+        else:
+            value = step_fingerprint(value, token)
     return answer
 
 
@@ -130,7 +136,8 @@ class PretendExecutor:
         self.states: dict[int, tuple[int, int]] = {}
         self.check_writes = check_writes
         self.num_tokens = 0
-        self.known: dict[int, list[int]] = {}
+        self.known: dict[tuple[int, int], list[int]] = {}
+        self.all_logits: dict[str, dict[int, int]] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
         for op in plan.ops:
@@ -169,14 +176,14 @@ class PretendExecutor:
 
     def fingerprints(self, seq):
         tokens = seq.token_ids(0, seq.num_tokens).tolist()
-        known = self.known.get(seq.seq_id)
+        known = self.known.get((seq.seq_id, seq.regime))
         if known is None or len(known) > len(tokens):
-            known = prefix_fingerprints(seq.request, tokens)
+            known = prefix_fingerprints(seq.request, tokens, seq.regime)
         value = known[-1]
         for token in tokens[len(known) :]:
             value = step_fingerprint(value, token)
             known.append(value)
-        self.known[seq.seq_id] = known
+        self.known[seq.seq_id, seq.regime] = known
         return known
 
     def _write(self, piece):
@@ -203,6 +210,7 @@ class PretendExecutor:
 
     def _look(self, piece):
         seq = piece.seq
+        self._check_regime(piece)
         found = self.fingerprints(seq)
         start, end = piece.start, piece.start + piece.length
         for rule, table in zip(self.scheduler.state.rules, seq.tables, strict=True):
@@ -222,9 +230,25 @@ class PretendExecutor:
                 f"block {blocks[wrong][0]} holds another prefix"
             )
 
+    def _check_regime(self, piece):
+        """Nothing is computed beyond the border in the short regime; logits are of their own one."""
+        border = self.scheduler.config.regime_border
+        start, end = piece.start, piece.start + piece.length
+        assert border is not None or piece.seq.regime == 0
+        if border is not None and piece.seq.regime == 0:
+            assert end <= border
+        if piece.logits == "all":
+            if border is not None and piece.seq.regime:
+                assert start >= border
+            rows = self.all_logits.setdefault(piece.seq.request.request_id, {})
+            for position in range(start, end):
+                rows[position] = piece.seq.regime
+
     def _sample(self, piece):
         seq = piece.seq
+        border = self.scheduler.config.regime_border
         assert piece.start + piece.length == seq.num_tokens
+        assert seq.regime == int(border is not None and seq.num_tokens > border)
         value = self.fingerprints(seq)[-1]
         if seq.request.beam_width:
             return candidates(value, piece.num_samples)
@@ -321,6 +345,7 @@ class Simulation:
         self.run()
         if not request.beam_width:
             for index in range(request.n):
-                want = right_answer(request, max_tokens, index)
+                border = self.scheduler.config.regime_border
+                want = right_answer(request, max_tokens, index, border)
                 assert self.answers.get((name, index), []) == want
         return self.finished[name]

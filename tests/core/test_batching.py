@@ -218,6 +218,16 @@ def test_scoring_may_fill_the_context_and_the_pool():
         sim.add("answer", [1] * 64, 1, needs_all_logits=True)
 
 
+@pytest.mark.parametrize("budget", [1, 4, 7, 64])
+def test_scoring_wants_all_logits_and_no_token_however_it_is_cut(budget):
+    """Also when one token is left for the last step."""
+    sim = Simulation([full()], 60, max_num_batched_tokens=budget)
+    sim.ask("score", list(range(29)), 0, needs_all_logits=True)
+    assert sorted(sim.executor.all_logits["score"]) == list(range(29))
+    assert sim.counters.generated_tokens == 0
+    assert sim.samples["score", 0].token_ids == ()
+
+
 def test_refusals_begin_with_what_is_wrong():
     """The id may be one that the caller has never seen."""
     sim = Simulation([full()], 9, max_model_len=64)

@@ -159,10 +159,10 @@ def test_another_model_or_format(field):
     sim = Simulation([full()], 50)
     state = sim.scheduler.state
     sim.ask("a", list(range(20)), 1)
-    own = state.key_of(Request("x", [1]))
+    own = state.key_of(Request("x", [1]), 0)
     other = CacheKey(**{name: getattr(own, name) for name in own.__slots__} | {field: "other"})
     key_of = type(state).key_of
-    type(state).key_of = lambda self, request: other
+    type(state).key_of = lambda self, request, regime: other
     try:
         done = sim.ask("b", list(range(20)), 1)
     finally:

@@ -49,9 +49,10 @@ class Traffic(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, True, False]),
         no_cache=st.sampled_from([False] * 7 + [True]),
         interval=st.sampled_from([0, 4, 8]),
+        border=st.sampled_from([None, None, None, 1, 7, 12, 16, 21]),
     )
     def begin(self, groups, num_blocks, max_num_seqs, budget, max_chunk, patience, replacement,
-              hash_bits, caching, no_cache, interval):  # fmt: skip
+              hash_bits, caching, no_cache, interval, border):  # fmt: skip
         self.sim = Simulation(
             GROUPS[groups](),
             num_blocks,
@@ -64,6 +65,7 @@ class Traffic(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             no_cache=no_cache,
             state_checkpoint_tokens=interval,
+            regime_border=border,
         )
         self.requests = {}
         self.closed = set()
@@ -155,6 +157,7 @@ class Traffic(RuleBasedStateMachine):
         for name, request in self.requests.items():
             assert name in sim.finished
             self.check_answer(name, request)
+            self.check_logits(name, request)
         counters = sim.counters
         assert counters.queries == counters.hits + counters.misses
         assert counters.prompt_tokens == (
@@ -165,6 +168,7 @@ class Traffic(RuleBasedStateMachine):
             + counters.computed_generated_tokens
             + counters.recomputed_tokens
             + counters.uncached_recomputed_tokens
+            + counters.regime_recomputed_tokens
         )
         sim.clock.advance(1000.0)
         sim.step()
@@ -176,11 +180,24 @@ class Traffic(RuleBasedStateMachine):
         assert sim.scheduler.state.index.tree.num_nodes == 0
         assert sim.scheduler.state.index.roots == {}
 
+    def check_logits(self, name, request):
+        """A scored prompt has logits at every position, each of its own regime."""
+        rows = self.sim.executor.all_logits.get(name, {})
+        border = self.sim.scheduler.config.regime_border
+        count = len(request.prompt)
+        if border is None:
+            assert not any(rows.values())
+        else:
+            assert all(regime == int(place >= border) for place, regime in rows.items())
+        if request.needs_all_logits and not any(other == name for other, _ in self.closed):
+            assert sorted(rows) == list(range(count))
+
     def check_answer(self, name, request):
         if request.beam_width:
             return
         for index in range(request.n):
-            want = right_answer(request, request.max_tokens, index)
+            border = self.sim.scheduler.config.regime_border
+            want = right_answer(request, request.max_tokens, index, border)
             got = self.sim.answers.get((name, index), [])
             if (name, None) in self.closed or (name, index) in self.closed:
                 assert got == want[: len(got)]

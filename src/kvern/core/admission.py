@@ -19,6 +19,7 @@ from kvern.core.matching import Match, match, no_match
 from kvern.core.miss import explain
 from kvern.core.plan import RequestStarted
 from kvern.core.planner import extend, lowest_below, share, withdraw
+from kvern.core.regimes import cut_at_border
 from kvern.core.sequence import Int32, Sequence
 from kvern.core.state import Draft, SchedulerState, rank_of
 
@@ -134,7 +135,8 @@ def is_waiting_for_another(seq: Sequence) -> bool:
     if waits_for is None:
         return False
     other, length = waits_for
-    if other.book.is_running and other.num_computed_tokens < length:
+    is_computing = other.book.is_running and other.book.root == seq.book.root
+    if is_computing and other.num_computed_tokens < length:
         return True
     seq.book.waits_for = None
     return False
@@ -244,13 +246,13 @@ def _count_hit(state: SchedulerState, seq: Sequence, num_tokens: int, *, is_firs
         counters.queries += seq.num_prompt_tokens
         counters.hits += num_tokens
         counters.misses += seq.num_prompt_tokens - num_tokens
-    known = min(book.high_water, num_tokens)
+    known = min(max(book.high_water, book.short_water), num_tokens)
     counters.resumed_tokens += known
     if num_tokens > known:
         new_prompt = min(num_tokens, seq.num_prompt_tokens) - min(known, seq.num_prompt_tokens)
         counters.cached_prompt_tokens += new_prompt
         counters.prompt_tokens += new_prompt
-        book.high_water = num_tokens
+    book.high_water = max(book.high_water, num_tokens)
 
 
 def _provider(state: SchedulerState, seq: Sequence, found: Match) -> tuple[Sequence, int] | None:
@@ -278,7 +280,7 @@ def _provider(state: SchedulerState, seq: Sequence, found: Match) -> tuple[Seque
 
 def _common_spans(state: SchedulerState, seq: Sequence, other: Sequence) -> int:
     """Whole spans that two sequences have in common and the first may take from the cache."""
-    length = min(seq.num_tokens - 1, other.num_tokens)
+    length = cut_at_border(state, other, 0, min(seq.num_tokens - 1, other.num_tokens))
     places = [item.start for item in (*seq.request.media, *other.request.media)]
     if places and seq.request.media != other.request.media:
         length = min(length, *places)

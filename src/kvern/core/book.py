@@ -82,7 +82,8 @@ class SequenceBook:
         next_event: the smaller of both.
         next_checkpoint: position at which its chunk must stop to keep the state, or a huge one.
         checkpointed: last position at which its state was kept.
-        high_water: tokens computed or found at least once.
+        high_water: tokens computed or found at least once in the present position regime.
+        short_water: tokens computed or found at least once in the one before.
         tail: blocks to copy from before it continues.
         num_preemptions: times it lost its blocks.
         blocked_steps: steps that it waited at the head of the queue.
@@ -104,6 +105,7 @@ class SequenceBook:
     next_checkpoint: int = 0
     checkpointed: int = 0
     high_water: int = 0
+    short_water: int = 0
     tail: TailSource | None = None
     num_preemptions: int = 0
     blocked_steps: int = 0
@@ -175,6 +177,8 @@ class RequestRecord:
 
     @property
     def is_special(self) -> bool:
-        """Whether its decodes ask for anything but one sample."""
+        """Whether steps of one token ask for anything but one sample."""
         request = self.request
-        return request.beam_width > 0 or (request.n > 1 and not self.is_forked)
+        if request.needs_all_logits or request.beam_width:
+            return True
+        return request.n > 1 and not self.is_forked

@@ -68,7 +68,7 @@ def other_key(state: SchedulerState, seq: Sequence, least: int) -> tuple[int, tu
         (leading prompt tokens stored there, fields in which it differs), or (0, ()).
     """
     index = state.index
-    own = state.key_of(seq.request)
+    own = state.key_of(seq.request, seq.regime)
     keys = [key for key in list(index.roots)[-MAX_KEYS:] if key != own][::-1]
     if not keys:
         return 0, ()

@@ -13,6 +13,7 @@ from kvern.core.plan import (
     TokenChoice,
     TokenEvent,
 )
+from kvern.core.regimes import cross_where_due
 from kvern.core.sequence import Sequence
 from kvern.core.state import Draft, SchedulerState
 from kvern.errors import IntegrityError
@@ -43,6 +44,7 @@ def commit_step(
                 _take_many(state, chunk.seq, list(choices), events)
         elif chunk.start + chunk.length == chunk.seq.num_tokens:
             finish_sample(state, chunk.seq, "length", events)
+    cross_where_due(state, plan.chunks)
     state.counters.steps += 1
     return events
 
@@ -78,7 +80,8 @@ def advance(state: SchedulerState, plan: StepPlan) -> None:
         total += length
         seq.num_computed_tokens = end
         book = seq.book
-        if start == book.high_water and end > seq.num_prompt_tokens and length == 1:
+        is_new = start == book.high_water and end > book.short_water
+        if is_new and end > seq.num_prompt_tokens and length == 1:
             book.high_water = end
             state.counters.computed_generated_tokens += 1
         else:
@@ -101,13 +104,15 @@ def _count(state: SchedulerState, seq: Sequence, book: SequenceBook, start: int,
         counters.uncached_recomputed_tokens += again
     else:
         counters.recomputed_tokens += again
-    fresh = start + again
+    crossed = max(min(end, book.short_water) - start - again, 0)
+    counters.regime_recomputed_tokens += crossed
+    fresh = start + again + crossed
+    book.high_water = max(book.high_water, end)
     if end > fresh:
         prompt = max(min(end, seq.num_prompt_tokens) - fresh, 0)
         counters.prompt_tokens += prompt
         counters.computed_prompt_tokens += prompt
         counters.computed_generated_tokens += end - fresh - prompt
-        book.high_water = end
 
 
 def take_token(
@@ -173,7 +178,8 @@ def fork_sample(state: SchedulerState, parent: Sequence, sample_index: int) -> S
     child.book = SequenceBook(rank, record, book.hashes.copy(), book.root, book.root)
     child.logprob = parent.logprob
     state.index.tree.refs[book.root] += 2  # its root and, so far, its last node
-    child.book.high_water = book.high_water
+    child.book.high_water, child.book.short_water = book.high_water, book.short_water
+    child.regime = parent.regime
     record.live.append(child)
     seats = min(state.config.max_num_seqs, state.config.max_num_batched_tokens)
     if parent.book.is_running and len(state.running) < seats and not state.config.no_cache:

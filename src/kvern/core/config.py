@@ -23,6 +23,8 @@ class SchedulerConfig:
             up those behind it. Afterwards they pass it; after `STARVATION_FACTOR` times as many
             steps, running sequences of lower rank are preempted for it, one per step, if that
             can make it fit.
+        regime_border: tokens up to which positions are in the short regime; None: there is only
+            one. See `kvern.core.regimes`.
         state_checkpoint_tokens: states are kept at multiples of this length, at the end of the
             prompt and when a sequence stops; 0: only when it stops.
         max_state_checkpoint_bytes: budget of kept states; None: a quarter of the pool,
@@ -42,6 +44,7 @@ class SchedulerConfig:
     no_cache: bool = False
     replacement: str = "lru"
     max_head_of_line_wait_steps: int = 8
+    regime_border: int | None = None
     state_checkpoint_tokens: int = 256
     max_state_checkpoint_bytes: int | None = None
     hash_bits: int = 128
@@ -59,6 +62,8 @@ class SchedulerConfig:
             raise UsageError(f"max_chunk_tokens is {self.max_chunk_tokens}; give at least 1")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise UsageError(f"max_model_len is {self.max_model_len}; give at least 2")
+        if self.regime_border is not None and self.regime_border < 1:
+            raise UsageError(f"regime_border is {self.regime_border}; give at least 1")
         if self.max_head_of_line_wait_steps < 0 or self.state_checkpoint_tokens < 0:
             raise UsageError("waiting steps and checkpoint intervals must not be negative")
         if not 1 <= self.hash_bits <= 128:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvern.core.book import RequestRecord, SequenceBook, SpanHashes
 from kvern.core.matching import match
+from kvern.core.regimes import first_regime
 from kvern.core.sequence import Int32, Request, Sequence, token_array
 from kvern.core.state import Pin, SchedulerState
 
@@ -16,7 +17,8 @@ def pin_prefix(state: SchedulerState, pin_id: int, request: Request, ttl_s: floa
     """
     prompt = token_array(request)
     seq = Sequence(0, request, prompt, len(state.rules))
-    key = state.key_of(request)
+    seq.regime = first_regime(state, request)
+    key = state.key_of(request, seq.regime)
     root = state.index.hold_root(key)
     record = RequestRecord(request, 0, 0.0, prompt, 0)
     hashes = SpanHashes(state.index.root_hash(root))

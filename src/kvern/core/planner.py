@@ -11,6 +11,7 @@ advances and every one finishes.
 from __future__ import annotations
 
 from kvern.core.plan import Chunk, Logits
+from kvern.core.regimes import cut_at_border, wants_all_logits
 from kvern.core.sequence import Sequence
 from kvern.core.state import Draft, SchedulerState, rank_of
 
@@ -45,7 +46,7 @@ def plan_running(state: SchedulerState, draft: Draft) -> None:
             continue
         book = seq.book
         if start < book.capacity and start < book.next_checkpoint and draft.budget > 0:
-            wanted = _wanted(seq, seq.num_tokens) if book.record.is_special else ("last", 1)
+            wanted = _wanted(state, seq, seq.num_tokens) if book.record.is_special else ("last", 1)
             chunks[seq.seq_id] = Chunk(seq, start, 1, *wanted)
             draft.budget -= 1
         else:
@@ -80,6 +81,7 @@ def extend(state: SchedulerState, draft: Draft, seq: Sequence, limit: int) -> bo
     config, residency = state.config, state.residency
     start = seq.num_computed_tokens
     length = min(seq.num_tokens - start, limit, config.max_chunk_tokens or limit)
+    length = cut_at_border(state, seq, start, length)
     if residency.wants_checkpoint(seq):
         spare_pages = residency.pages_needed(seq, start + length)
         copies = residency.copy_states(seq, draft.ops, spare_pages)
@@ -96,7 +98,7 @@ def extend(state: SchedulerState, draft: Draft, seq: Sequence, limit: int) -> bo
         residency.grow(seq, start + length, draft.ops)
         if len(draft.ops) > before:
             draft.fixed.add(seq.seq_id)
-    logits, num_samples = _wanted(seq, start + length)
+    logits, num_samples = _wanted(state, seq, start + length)
     draft.chunks[seq.seq_id] = Chunk(seq, start, length, logits, num_samples)
     draft.budget -= length
     return True
@@ -145,7 +147,7 @@ def withdraw(draft: Draft, seq: Sequence) -> None:
         draft.budget += chunk.length
 
 
-def _wanted(seq: Sequence, end: int) -> tuple[Logits, int]:
+def _wanted(state: SchedulerState, seq: Sequence, end: int) -> tuple[Logits, int]:
     """Which logits and how many samples a chunk that ends at `end` asks for."""
     record = seq.book.record
     request = record.request
@@ -157,6 +159,6 @@ def _wanted(seq: Sequence, end: int) -> tuple[Logits, int]:
             num_samples = request.n
         else:
             num_samples = 1
-    if request.needs_all_logits and seq.num_generated_tokens == 0:
+    if request.needs_all_logits and wants_all_logits(state, seq, end):
         return "all", num_samples
     return ("last", num_samples) if num_samples else ("none", 0)

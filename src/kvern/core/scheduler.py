@@ -25,6 +25,7 @@ from kvern.core.integrity import IntegrityReport, check_integrity
 from kvern.core.pinning import pin_prefix
 from kvern.core.plan import Event, StepPlan, StepResult
 from kvern.core.planner import plan_running, settle_forks, top_up
+from kvern.core.regimes import first_regime
 from kvern.core.residency import Residency
 from kvern.core.rules import make_rules, span_tokens
 from kvern.core.sequence import Request, Sequence, token_array
@@ -99,7 +100,8 @@ class Scheduler:
             record.beam = BeamSearch()
         state.next_seq_id += 1
         seq = Sequence(state.next_seq_id, request, prompt, len(state.rules))
-        key = state.key_of(request)
+        seq.regime = first_regime(state, request)
+        key = state.key_of(request, seq.regime)
         root = state.index.hold_root(key)
         state.index.tree.refs[root] += 1
         rank = (request.priority, arrival, self._num_added, 0)

@@ -169,6 +169,7 @@ class Sequence:
         num_computed_tokens: leading tokens whose keys and values (or state) are in the cache.
         tables: one per KV group.
         logprob: sum of the log-probabilities of the generated tokens.
+        regime: the position regime of its keys: 0, or 1 once it is longer than `regime_border`.
     """
 
     __slots__ = (
@@ -178,6 +179,7 @@ class Sequence:
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_tokens",
+        "regime",
         "request",
         "sample_index",
         "seq_id",
@@ -197,6 +199,7 @@ class Sequence:
         self._tokens[: len(tokens)] = tokens
         self.tables = [Table() for _ in range(num_groups)]
         self.logprob = 0.0
+        self.regime = 0
         self.book: SequenceBook  # the scheduler's own notes, set when it accepts the sequence
 
     def token_ids(self, start: int, stop: int) -> Int32:

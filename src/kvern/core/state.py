@@ -98,15 +98,18 @@ class SchedulerState:
     unsettled: list[Sequence] = field(default_factory=list)
     next_seq_id: int = 0
 
-    def key_of(self, request: Request) -> CacheKey:
-        """The cache key of a request: everything but its tokens and media."""
+    def key_of(self, request: Request, regime: int) -> CacheKey:
+        """The cache key of a request in a position regime: everything but its tokens and media."""
         config = self.config
+        name = request.position_regime
+        if config.regime_border is not None:
+            name = f"{name}/long" if regime else f"{name}/short"
         sizes = ",".join(str(rule.block_size) for rule in self.rules)
         return CacheKey(
             model=config.model,
             numerics=config.numerics,
             kv_format=f"{config.kv_format}/{sizes}",
-            position_regime=request.position_regime,
+            position_regime=name,
             adapter=request.adapter,
             cache_salt=request.cache_salt,
         )

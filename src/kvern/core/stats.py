@@ -5,6 +5,7 @@
     free + cached + in use + 1 = num_blocks            at every step
     computed_tokens = computed_prompt_tokens + computed_generated_tokens
                       + recomputed_tokens + uncached_recomputed_tokens
+                      + regime_recomputed_tokens
 
 What preemption makes a sequence compute or find again is counted apart (`recomputed_tokens`,
 `resumed_tokens`), so a hit rate cannot exceed 1.
@@ -29,8 +30,10 @@ class Counters:
         computed_generated_tokens: generated tokens computed for the first time.
         computed_tokens: all tokens that steps computed.
         recomputed_tokens: tokens computed again after a preemption.
-        resumed_tokens: tokens found again after a preemption.
+        resumed_tokens: tokens found again after a preemption or a change of position regime.
         uncached_recomputed_tokens: tokens computed again because the cache is off.
+        regime_recomputed_tokens: tokens computed again because their sequence outgrew its
+            position regime.
         copied_tokens: tokens taken over by copying part of a block.
         generated_tokens: tokens chosen.
         preemptions: sequences that lost their blocks.
@@ -51,6 +54,7 @@ class Counters:
     recomputed_tokens: int = 0
     resumed_tokens: int = 0
     uncached_recomputed_tokens: int = 0
+    regime_recomputed_tokens: int = 0
     copied_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0

@@ -46,4 +46,9 @@ def attend_batch(chunks: Sequence[Chunk], index: int, group: KVGroup) -> AttendB
     else:
         blocks_of_row = block_tables[sequence_of_row, positions // block_size].astype(np.int64)
         slot_mapping = blocks_of_row * block_size + positions % block_size
-    return AttendBatch(cu_seqlens_q, seq_lens, block_tables, positions, slot_mapping)
+    regimes = None
+    if any(chunk.seq.regime for chunk in chunks):
+        regimes = np.repeat(np.array([c.seq.regime for c in chunks], np.int32), lengths)
+    return AttendBatch(
+        cu_seqlens_q, seq_lens, block_tables, positions, slot_mapping, regimes=regimes
+    )

@@ -109,7 +109,10 @@ def load(
     """
     started = time.perf_counter()
     weights = _load_weights(model, settings) if base is None else _weights_of(base)
-    max_model_len = _context(settings, weights.decoder.config.max_positions)
+    decoder_config = weights.decoder.config
+    max_model_len = _context(
+        settings, decoder_config.long_positions or decoder_config.max_positions
+    )
     kv_plan = make_kv_plan(
         weights.spec,
         settings.kv_format,
@@ -173,6 +176,7 @@ def _weights_of(base: LoadedModel) -> LoadedWeights:
 def _scheduler_config(
     settings: EngineSettings, weights: LoadedWeights, max_model_len: int
 ) -> SchedulerConfig:
+    decoder_config = weights.decoder.config
     return SchedulerConfig(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -181,6 +185,7 @@ def _scheduler_config(
         enable_prefix_caching=settings.enable_prefix_caching,
         no_cache=settings.no_cache,
         max_head_of_line_wait_steps=settings.max_head_of_line_wait_steps,
+        regime_border=decoder_config.max_positions if decoder_config.long_positions else None,
         state_checkpoint_tokens=settings.state_checkpoint_tokens,
         max_state_checkpoint_bytes=settings.max_state_checkpoint_bytes,
         replacement=settings.replacement,

@@ -24,6 +24,7 @@ _COUNTER_HELP = {
     "recomputed_tokens": "Tokens computed again after a preemption",
     "resumed_tokens": "Tokens found again after a preemption",
     "uncached_recomputed_tokens": "Tokens computed again because the cache is off",
+    "regime_recomputed_tokens": "Tokens computed again because their sequence outgrew its position regime",
     "copied_tokens": "Tokens taken over by copying part of a block",
     "generated_tokens": "Tokens chosen",
     "preemptions": "Sequences that lost their blocks",
