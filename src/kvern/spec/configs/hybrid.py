@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvern.spec.configs.caches import (
     Caches,
     full_attention,
@@ -95,8 +97,13 @@ _nemotron_counts = from_counts((LINEAR, "_mamba_layers"), (FULL, "_attention_lay
 
 def _nemotron_length(config: Config) -> Config:
     """The number of layers is the length of their list or pattern, and may not be stated apart."""
-    kinds = config.get("layers_block_type", "layer_types", "hybrid_override_pattern")
-    if config.get("num_hidden_layers") is not None or kinds is None:
+    if config.get("num_hidden_layers") is not None:
+        return config
+    kinds: Sequence[str] | None = None
+    for name in ("layers_block_type", "layer_types"):
+        kinds = kinds or config.strings(name)
+    kinds = kinds or config.text("hybrid_override_pattern")
+    if not kinds:
         return config
     return Config({**config.values, "num_hidden_layers": len(kinds)}, config.source)
 
