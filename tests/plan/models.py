@@ -60,6 +60,22 @@ def deepseek_v3(**fields: Any) -> ModelSpec:
     return load_model_spec({**values, **fields}, "deepseek-v3")
 
 
+def minicpm_3() -> ModelSpec:
+    """A latent of 256 + 32 elements, which no engine but SGLang stores as such."""
+    return deepseek_v3(
+        model_type="minicpm3",
+        architectures=["MiniCPM3ForCausalLM"],
+        num_hidden_layers=62,
+        hidden_size=2560,
+        num_attention_heads=40,
+        num_key_value_heads=40,
+        kv_lora_rank=256,
+        qk_rope_head_dim=32,
+        qk_nope_head_dim=64,
+        v_head_dim=64,
+    )
+
+
 def gemma_4_26b() -> ModelSpec:
     """25 window layers of 8 × 256 and 5 full ones of 2 × 512."""
     return _gemma_4("gemma-4-26b", rounds=5, full_heads=2)

@@ -11,6 +11,7 @@ from tests.plan.models import (
     gemma_4_26b,
     llama,
     llama_70b,
+    minicpm_3,
     qwen_hybrid_27b,
 )
 
@@ -177,6 +178,29 @@ def test_llama_cpp_stores_mla_three_ways(version: str, mib: int) -> None:
     request = PlanRequest(deepseek_v3(), "llama.cpp", version, context=32768)
     size = plan(request).allocation.bytes_for_context / MIB
     assert size == pytest.approx(mib, rel=0.5 if mib > 10**5 else 0)
+
+
+@pytest.mark.parametrize("family", ["mistral", "phi3", "starcoder2"])
+def test_llama_cpp_stores_every_token_of_families_whose_window_it_does_not_read(
+    family: str,
+) -> None:
+    """A 7B at 32,768 cells prints 4,096 MiB, as it did before window caches came."""
+    model = llama(model_type=family, sliding_window=4096, max_window_layers=0)
+    for version in ("2025-03", None):
+        request = PlanRequest(model, "llama.cpp", version, context=32768)
+        (pool,) = plan(request).allocation.pools
+        assert (pool.name, pool.cells, pool.bytes) == ("full", 32768, 4096 * MIB)
+
+
+@pytest.mark.parametrize("version", ["2025-03", "2025-06", None])
+def test_llama_cpp_expands_the_latent_of_families_without_an_absorbed_graph(
+    version: str | None,
+) -> None:
+    """Keys of 40 heads of 64 + 32 elements, values of 40 heads of 64."""
+    request = PlanRequest(minicpm_3(), "llama.cpp", version, context=4096)
+    (pool,) = plan(request).allocation.pools
+    assert pool.k_bytes == 4096 * 62 * 40 * 96 * 2
+    assert pool.v_bytes == 4096 * 62 * 40 * 64 * 2
 
 
 def test_llama_cpp_quantised_rows_are_exact() -> None:

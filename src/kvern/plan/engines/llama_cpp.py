@@ -18,6 +18,8 @@ from kvern.plan.engines.base import round_up as rounded
 from kvern.plan.engines.llama_cpp_rules import (
     BLOCK_BYTES,
     DEFAULT_UBATCH,
+    EXPANDED_LATENT_FAMILIES,
+    IGNORED_WINDOW_FAMILIES,
     PAD,
     Rules,
     rules_of,
@@ -119,9 +121,9 @@ def _elements(cache: RankCache, request: PlanRequest, storage: str) -> tuple[int
     return latent, content.latent_dim if storage == "latent+values" else 0
 
 
-def _limit(cache: RankCache, rules: Rules) -> int:
+def _limit(cache: RankCache, rules: Rules, family: str) -> int:
     """Window in tokens, 0 for a full cache."""
-    if not rules.window_cache:
+    if not rules.window_cache or family in IGNORED_WINDOW_FAMILIES:
         return 0
     if isinstance(cache.reach, Window):
         return cache.reach.size
@@ -131,6 +133,8 @@ def _limit(cache: RankCache, rules: Rules) -> int:
 def _storage(request: PlanRequest, rules: Rules) -> str:
     if request.mla is not None and request.mla not in ("heads", "latent", "latent+values"):
         raise UsageError(f"--mla {request.mla!r}: choose heads, latent or latent+values")
+    if request.mla is None and request.model.family in EXPANDED_LATENT_FAMILIES:
+        return "heads"
     return request.mla or rules.mla_storage
 
 
@@ -149,11 +153,9 @@ def _pools(
         key, value = _elements(cache, request, storage)
         is_index = isinstance(cache.content, Index)
         value = index_values if is_index else value
-        kind = (
-            "index" if is_index else "window" if _limit(cache, rules) else "full",
-            _limit(cache, rules),
-            cache.stride,
-        )
+        limit = _limit(cache, rules, request.model.family)
+        name = "index" if is_index else "window" if limit else "full"
+        kind = (name, limit, cache.stride)
         row = _row_bytes(key, key_format), _row_bytes(value, value_format)
         tables.setdefault(kind, []).append(row)
         layers.setdefault(kind, set()).add(cache.layer)
@@ -318,11 +320,16 @@ def _steps(
 
 
 def _assumptions(request: PlanRequest, shape: _Shape, rules: Rules) -> tuple[str, ...]:
+    caches = rank_caches(request)
     notes = []
-    if request.ubatch is None and any(isinstance(c.reach, Window) for c in rank_caches(request)):
+    has_window = any(isinstance(c.reach, Window) for c in caches)
+    if has_window and request.model.family in IGNORED_WINDOW_FAMILIES:
+        notes.append("every token is stored: llama.cpp does not read this family's window")
+    elif request.ubatch is None and has_window:
         notes.append(f"micro-batch of {shape.ubatch} tokens (--ubatch sets it)")
-    if any(isinstance(c.content, Latent) for c in rank_caches(request)) and request.mla is None:
-        notes.append(f"MLA is stored as {rules.mla_storage} in this version (--mla sets it)")
+    if any(isinstance(c.content, Latent) for c in caches) and request.mla is None:
+        storage = _storage(request, rules)
+        notes.append(f"MLA is stored as {storage} in this version (--mla sets it)")
     return tuple(notes)
 
 

@@ -28,10 +28,27 @@ MLA_STORAGE_OF_EARLY_PULL_REQUESTS = "latent"
 
 MLA_STORAGE_OF_IK_FORK = "latent"
 
+EXPANDED_LATENT_FAMILIES = ("minicpm3",)
+"""Families whose latent is expanded to full heads in every version: their graph has no other."""
+
 WINDOW_CACHE = (
     (Since(), False),
     (Since(date=(2025, 5), build=5443), True),
 )
+
+IGNORED_WINDOW_FAMILIES = (
+    "mistral",
+    "mixtral",
+    "phi3",
+    "phi3_v",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "starcoder2",
+)
+"""Families whose window is not read from the file, or read and switched off (phi3, #13676): their
+graphs attend to, and store, every token."""
 
 STREAMS = (
     (Since(), False),
