@@ -13,10 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.engine.conftest import write_tiny_model
 
 from kvern import LLM, AsyncLLM, SamplingParams
 from kvern.engine.runner import Observer
 from kvern.errors import KvernError
+from kvern.kernels.protocol import AttendBatch, AttendParams, PagedStream
+from kvern.store.dtypes import STORED_BYTES
 
 Make = Any
 EXACT = {"kv_format": "fp32", "weights_format": "fp32"}
@@ -298,3 +301,69 @@ def test_con_001_parallel_clients_never_see_each_other(make_tiny: Make) -> None:
         await engine.close()
 
     asyncio.run(scenario())
+
+
+def test_pos_003_a_rotation_that_depends_on_length_ends_at_its_border(
+    tmp_path: Any, make_tiny: Make
+) -> None:
+    """Dynamic NTK: past 64 tokens each new token would turn all keys anew, so the context ends there.
+
+    The rule is one for all: no request, long or short, can change the rotation of another.
+    """
+    dynamic = {"rope_type": "dynamic", "factor": 4.0}
+    model = write_tiny_model(tmp_path, rope_scaling=dynamic, max_position_embeddings=64)
+    plain = write_tiny_model(tmp_path / "plain", max_position_embeddings=64)
+    ids = random_ids(7, 50)
+    with LLM(model, **EXACT) as llm, LLM(plain, **EXACT) as unscaled:
+        assert llm.model.max_model_len == 64
+        with pytest.raises(KvernError, match="64"):
+            llm.generate([random_ids(8, 100)], SamplingParams(max_tokens=1))
+        (out,) = llm.generate([ids], SamplingParams())
+        assert len(out.token_ids) == 14
+        (again,) = llm.generate([ids[:20]], SamplingParams(max_tokens=8))
+        for got, prompt, count in ((out, ids, 14), (again, ids[:20], 8)):
+            (expected,) = unscaled.generate([prompt], SamplingParams(max_tokens=count))
+            assert got.token_ids == expected.token_ids
+    with pytest.raises(KvernError, match="100"):
+        LLM(model, max_model_len=100)
+
+
+@pytest.mark.parametrize("kv_format", ["fp32", "fp16", "bf16"])
+def test_msk_004_a_passkey_in_an_uneven_batch_is_found(make_tiny: Make, kv_format: str) -> None:
+    """One key far ahead of all others: every format attends to it, and to no slot past its own row."""
+    with make_tiny() as llm:
+        backend = llm.model.backend
+    rng = np.random.default_rng(9)
+    lengths, heads, dim, block = (5, 40, 129), 2, 32, 16
+    num_blocks = 1 + sum(-(-n // block) for n in lengths)
+    size = STORED_BYTES[kv_format] * heads * block * dim
+    pages = np.full((num_blocks, 2 * size), 0xFF, np.uint8)
+    keys = PagedStream(pages, 0, kv_format, heads, block, dim)
+    values = PagedStream(pages, size, kv_format, heads, block, dim)
+    tables = np.zeros((3, -(-129 // block)), np.int32)
+    free = iter(range(1, num_blocks))
+    q = rng.normal(size=(3, heads, dim)).astype(np.float32)
+    expected = []
+    for row, length in enumerate(lengths):
+        tables[row, : -(-length // block)] = [next(free) for _ in range(-(-length // block))]
+        token = np.arange(length)
+        slots = tables[row][token // block].astype(np.int64) * block + token % block
+        k = rng.normal(size=(length, heads, dim)).astype(np.float32)
+        v = rng.normal(size=(length, heads, dim)).astype(np.float32)
+        k[length // 3] = 4 * q[row]
+        backend.append(k, keys, slots)
+        backend.append(v, values, slots)
+        expected.append(v[length // 3])
+    batch = AttendBatch(
+        np.arange(4, dtype=np.int32),
+        np.array(lengths, np.int32),
+        tables,
+        np.array(lengths, np.int32) - 1,
+        np.zeros(3, np.int64),
+    )
+    out = np.empty((3, heads, dim), np.float32)
+    pairs = backend.attend(q, keys, values, batch, AttendParams(1.0), out)
+    assert pairs == sum(lengths)
+    for got, passkey in zip(out, expected, strict=True):
+        cosine = np.sum(got * passkey) / np.linalg.norm(got) / np.linalg.norm(passkey)
+        assert cosine >= 0.999
