@@ -43,6 +43,7 @@ def admit(state: SchedulerState, draft: Draft) -> None:
     """Start waiting sequences while seats, budget and room last."""
     head: Sequence | None = None
     num_failures = 0
+    patience = state.config.max_head_of_line_wait_steps
     for seq in tuple(state.waiting):
         if draft.budget <= 0 or num_failures >= MAX_FAILURES:
             break
@@ -55,10 +56,13 @@ def admit(state: SchedulerState, draft: Draft) -> None:
         num_failures += 1
         if seq.book.waits_for is not None:
             continue
-        if head is None and not _make_way(state, draft, seq):
-            head = seq
-            if _holds_others_up(state, draft, seq):
-                break
+        if head is None:
+            seq.book.blocked_steps += 1
+            may_claim = _may_claim(state, seq)
+            if not (may_claim and _make_way(state, draft, seq)):
+                head = seq
+                if may_claim or seq.book.blocked_steps <= patience:
+                    break
         if not _has_seat(state):
             break
 
@@ -81,14 +85,7 @@ def _start_instead_of_sibling(state: SchedulerState, draft: Draft, seq: Sequence
 
 
 def _make_way(state: SchedulerState, draft: Draft, head: Sequence) -> bool:
-    """Note that the head was blocked; after too long, preempt one sequence for it per step.
-
-    Returns:
-        Whether the head has started.
-    """
-    head.book.blocked_steps += 1
-    if not _may_claim(state, draft, head):
-        return False
+    """Preempt one sequence for a head that may claim its room; says whether the head has started."""
     victim = lowest_below(state, draft, head)
     if victim is None:
         return False
@@ -98,13 +95,7 @@ def _make_way(state: SchedulerState, draft: Draft, head: Sequence) -> bool:
     return _has_seat(state) and _try_start(state, draft, head)
 
 
-def _holds_others_up(state: SchedulerState, draft: Draft, head: Sequence) -> bool:
-    """Whether nobody may pass a blocked head: for a while at first, and while room is collected."""
-    patience = state.config.max_head_of_line_wait_steps
-    return head.book.blocked_steps <= patience or _may_claim(state, draft, head)
-
-
-def _may_claim(state: SchedulerState, draft: Draft, head: Sequence) -> bool:
+def _may_claim(state: SchedulerState, head: Sequence) -> bool:
     """Whether the head has waited too long and would fit if all below its rank gave way."""
     limit = STARVATION_FACTOR * max(state.config.max_head_of_line_wait_steps, 1)
     if head.book.blocked_steps <= limit:
@@ -113,7 +104,7 @@ def _may_claim(state: SchedulerState, draft: Draft, head: Sequence) -> bool:
     above = [seq for seq in state.running if rank_of(seq) < rank]
     below = state.running[len(above) :]
     seats = min(state.config.max_num_seqs, state.config.max_num_batched_tokens)
-    if len(above) >= seats:
+    if len(above) >= seats or (above and not below):
         return False
     if not above:
         return True
