@@ -116,6 +116,27 @@ def test_a_latent_is_replicated_until_context_parallelism_divides_it() -> None:
     assert split.blocks_per_request == one.blocks_per_request / 8
 
 
+@pytest.mark.parametrize("engine", ["kvern", "vllm"])
+def test_context_parallelism_divides_what_tensor_ranks_hold_in_common(engine: str) -> None:
+    """8 KV heads on 16 ranks lie twice: shared by two ranks each, the pool holds twice as much."""
+    request = PlanRequest(llama(), engine, kv_memory=GIB, context=8192, tp=16)
+    one, two = (plan(replace(request, dcp=n)).allocation for n in (1, 2))
+    assert two.capacity_tokens == 2 * one.capacity_tokens
+    assert two.max_concurrency == 2 * one.max_concurrency
+    latent = PlanRequest(deepseek_v3(), engine, kv_memory=GIB, context=8192, tp=8)
+    one, eight = (plan(replace(latent, dcp=n)).allocation for n in (1, 8))
+    assert eight.capacity_tokens == 8 * one.capacity_tokens
+
+
+def test_context_parallelism_is_refused_where_nothing_is_held_twice() -> None:
+    with pytest.raises(UsageError, match="8 KV heads of model 1 times: choose --dcp 1, or --tp 16"):
+        PlanRequest(llama(), tp=2, dcp=2)
+    with pytest.raises(UsageError, match="choose --dcp 2"):
+        PlanRequest(llama(), tp=16, dcp=4)
+    with pytest.raises(UsageError, match="SGLang"):
+        plan(PlanRequest(deepseek_v3(), "sglang", kv_memory=GIB, tp=8, dcp=8))
+
+
 def test_heads_below_the_tensor_degree_are_replicated() -> None:
     two_heads = llama(num_key_value_heads=2)
     sizes = [vllm(two_heads, "0.11", kv_memory=GIB, tp=tp).block_bytes[0] for tp in (1, 2, 4, 8)]

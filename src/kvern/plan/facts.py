@@ -63,6 +63,19 @@ def is_working_input(layer: LayerSpec, cache: KVCacheSpec) -> bool:
     return beside_latent and isinstance(cache.content, Heads)
 
 
+def most_full_heads(model: ModelSpec) -> int | None:
+    """KV heads of the layer with the most among those that keep every token; None without."""
+    heads = [
+        cache.content.num_kv_heads
+        for layer in model.layers
+        for cache in layer.caches
+        if isinstance(cache.content, Heads)
+        and isinstance(cache.reach, All)
+        and not is_working_input(layer, cache)
+    ]
+    return max(heads, default=None)
+
+
 def conv_groups(state: State) -> tuple[int, int] | None:
     """Groups of a recurrence's input and output projections, and elements of each; None without.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from kvern.errors import UsageError
 from kvern.plan.devices import Device
+from kvern.plan.facts import most_full_heads
 from kvern.spec.layers import ModelSpec
 
 
@@ -167,6 +168,20 @@ class PlanRequest:
             raise UsageError(
                 f"--dcp {self.dcp} does not divide --tp {self.tp}: the ranks that share a "
                 "sequence's cache are tensor ranks"
+            )
+        self._check_shared_heads()
+
+    def _check_shared_heads(self) -> None:
+        """Ranks can share a sequence's cache where they would hold the same heads otherwise."""
+        heads = most_full_heads(self.model)
+        if self.dcp == 1 or heads is None:
+            return
+        copies = max(self.tp // heads, 1)
+        if self.dcp > copies:
+            raise UsageError(
+                f"--dcp {self.dcp} splits what tensor ranks hold in common, and --tp {self.tp} "
+                f"holds each of the {heads} KV heads of {self.model.name} {copies} times: choose "
+                f"--dcp {copies}, or --tp {heads * self.dcp}"
             )
 
     def _check_stages(self, stages: tuple[int, ...]) -> None:

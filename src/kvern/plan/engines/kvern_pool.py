@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvern.plan.engines import Engine
-from kvern.plan.engines.base import activation_reserve, largest_fitting
+from kvern.plan.engines.base import activation_reserve, cdiv, largest_fitting
 from kvern.plan.request import PlanRequest
 from kvern.plan.result import Allocation, Budget, Group, Pool, Step
 from kvern.plan.shards import rank_model, stage_layers
@@ -60,6 +60,17 @@ def stage_plan(request: PlanRequest, stage: int, kv_bytes: int | None) -> KVPlan
     )
 
 
+def group_pages(group: KVGroup, num_tokens: int, scheduled: int, dcp: int) -> int:
+    """Pages of one request on one rank: `dcp` ranks share what keeps every token."""
+    shares = isinstance(group.spec.reach, All) and not group.is_state
+    return group.pages_for(cdiv(num_tokens, dcp) if shares else num_tokens, scheduled)
+
+
+def request_pages(plan: KVPlan, num_tokens: int, scheduled: int, dcp: int) -> int:
+    """Pages of one request on one rank, over all groups."""
+    return sum(group_pages(group, num_tokens, scheduled, dcp) for group in plan.groups)
+
+
 def allocate(request: PlanRequest, budgets: tuple[Budget, ...]) -> Allocation:
     """Pool, capacity and admission of one replica."""
     by_stage: dict[tuple[int, int | None], KVPlan] = {}
@@ -73,13 +84,14 @@ def allocate(request: PlanRequest, budgets: tuple[Budget, ...]) -> Allocation:
     num_blocks = tuple(plan.num_blocks for plan in plans)
     pool = min(num_blocks)
     plan = plans[num_blocks.index(pool)]
-    per_request = plan.pages_for(context, scheduled)
-    needed = max(p.pages_for(context, scheduled) * p.page_bytes for p in plans)
+    dcp = request.dcp
+    per_request = request_pages(plan, context, scheduled, dcp)
+    needed = max(request_pages(p, context, scheduled, dcp) * p.page_bytes for p in plans)
     usable = pool - 1
 
     def holds(num_tokens: int) -> bool:
         step = min(scheduled, num_tokens)
-        return all(p.pages_for(num_tokens, step) <= usable for p in plans)
+        return all(request_pages(p, num_tokens, step, dcp) <= usable for p in plans)
 
     upper = max(context, request.model.max_model_len or SEARCH_LIMIT)
     concurrency = usable / per_request
@@ -87,7 +99,7 @@ def allocate(request: PlanRequest, budgets: tuple[Budget, ...]) -> Allocation:
     block_size = min(
         (g.block_size for g in plan.groups if not g.is_state), default=plan.groups[0].block_size
     )
-    capacity = usable * block_size if single else int(concurrency * context)
+    capacity = usable * block_size * dcp if single else int(concurrency * context)
     return Allocation(
         block_size=block_size,
         block_bytes=tuple(p.page_bytes for p in plans),
@@ -98,17 +110,17 @@ def allocate(request: PlanRequest, budgets: tuple[Budget, ...]) -> Allocation:
         bytes_for_context=needed,
         fits=per_request <= usable,
         pools=_pools(plan, pool),
-        groups=tuple(_group(n, g, context, scheduled) for n, g in enumerate(plan.groups)),
+        groups=tuple(_group(n, g, context, scheduled, dcp) for n, g in enumerate(plan.groups)),
         blocks_per_request=per_request,
         steps=_steps(request, plan, pool, context, scheduled, capacity),
         used_bytes=tuple(pool * p.page_bytes + p.open_bytes for p in plans),
         request_bytes=lambda n: max(
-            p.pages_for(n, min(scheduled, n)) * p.page_bytes for p in plans
+            request_pages(p, n, min(scheduled, n), dcp) * p.page_bytes for p in plans
         ),
         usable_blocks=usable,
-        blocks_of=lambda n: plan.pages_for(n, min(scheduled, n)),
+        blocks_of=lambda n: request_pages(plan, n, min(scheduled, n), dcp),
         shared_blocks_of=lambda n: sum(
-            n // g.block_size for g in plan.groups if isinstance(g.spec.reach, All)
+            n // dcp // g.block_size for g in plan.groups if isinstance(g.spec.reach, All)
         ),
         assumptions=_assumptions(request, plan),
         extras={
@@ -130,14 +142,14 @@ def _kind(group: KVGroup) -> str:
     return type(group.spec.content).__name__.lower()
 
 
-def _group(number: int, group: KVGroup, context: int, scheduled: int) -> Group:
+def _group(number: int, group: KVGroup, context: int, scheduled: int, dcp: int) -> Group:
     return Group(
         name=f"group {number}",
         kind=_kind(group),
         num_layers=len(group.layers),
         block_size=group.block_size,
         page_bytes=group.page_bytes,
-        blocks_per_request=group.pages_for(context, scheduled),
+        blocks_per_request=group_pages(group, context, scheduled, dcp),
         page_waste_bytes=group.padding_bytes // group.pages_per_entry,
     )
 
@@ -210,12 +222,18 @@ def _steps(
                 f"{pool:,} (the null block 0 is one of them)",
             )
         )
+    dcp = request.dcp
     terms = []
     for number, group in enumerate(plan.groups):
-        terms.append(f"group {number}: {group.pages_for(context, scheduled):,}")
-    per_request = plan.pages_for(context, scheduled)
+        terms.append(f"group {number}: {group_pages(group, context, scheduled, dcp):,}")
+    per_request = request_pages(plan, context, scheduled, dcp)
+    share = f", of which a rank keeps one token in {dcp}" if dcp > 1 else ""
     steps.append(
-        Step(f"blocks of one request of {context:,} tokens", " + ".join(terms), f"{per_request:,}")
+        Step(
+            f"blocks of one request of {context:,} tokens{share}",
+            " + ".join(terms),
+            f"{per_request:,}",
+        )
     )
     steps.append(
         Step(

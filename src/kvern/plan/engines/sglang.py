@@ -196,7 +196,9 @@ def _page(request: PlanRequest, caches: tuple[RankCache, ...]) -> int:
 
 
 def allocate(request: PlanRequest, budgets: tuple[Budget, ...]) -> Allocation:
-    """Pools and capacity of one replica."""
+    """Pools and capacity of one replica; decode context parallelism is refused."""
+    if request.dcp > 1:
+        raise UsageError(f"--dcp {request.dcp}: no rule of SGLang's is known for it: choose --dp")
     version = parse_version(request.engine_version)
     caches = rank_caches(request)
     if is_compressed(caches):
