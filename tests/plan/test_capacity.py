@@ -98,6 +98,17 @@ def test_heads_are_split_while_they_divide_and_replicated_above(kv_heads: int, r
     assert split == one // min(kv_heads, ranks)
 
 
+def test_blocks_are_as_long_as_what_a_format_quantises_together() -> None:
+    free = plan(PlanRequest(llama(), kv_memory=GIB, kv_format="kivi2"))
+    given = plan(PlanRequest(llama(), kv_memory=GIB, kv_format="kivi2", block_size=32))
+    assert free.allocation.block_size == 32
+    assert free.num_blocks == given.num_blocks
+    assert any("--block-size 32" in note for note in free.assumptions)
+    assert not any("--block-size 32" in note for note in given.assumptions)
+    with pytest.raises(UsageError, match="multiple of 32"):
+        plan(PlanRequest(llama(), kv_memory=GIB, kv_format="kivi2", block_size=16))
+
+
 def test_ranks_that_do_not_divide_are_refused() -> None:
     with pytest.raises(UsageError, match="3 does not divide the 32 attention heads"):
         PlanRequest(llama(), tp=3)

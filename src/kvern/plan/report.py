@@ -16,6 +16,9 @@ from kvern.plan.roofline import DecodeBound
 from kvern.plan.svg import Bar, Line, line_chart, stacked_bars
 from kvern.spec.budget import format_size
 
+NARROW_FORMATS = ("k8v4", "kivi2")
+"""Formats of kvern that are drawn beside those which the search for a set-up tries."""
+
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2329; --soft: #5d6670; --rule: #d9dee3;
   --paper: #ffffff; --panel: #f5f7f9; --warn: #8a4b00; --warn-bg: #fff4e2; }
@@ -198,7 +201,10 @@ def format_curves(answer: Plan, num_points: int = 22) -> list[Line]:
     """Requests at once against their length, for every KV format the engine stores."""
     request = answer.request
     asked = request.kv_format or "auto"
-    formats = list(dict.fromkeys((asked, *ENGINE_FORMATS.get(request.engine.lower(), FORMATS))))
+    stored = ENGINE_FORMATS.get(request.engine.lower(), FORMATS)
+    if answer.engine == "kvern":
+        stored = (*stored, *NARROW_FORMATS)
+    formats = list(dict.fromkeys((asked, *stored)))
     if asked == "auto":
         formats = formats[1:]
     limit = max(request.model.max_model_len or answer.context, answer.context)

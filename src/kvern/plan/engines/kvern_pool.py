@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import lcm
+
 from kvern.plan.engines import Engine
 from kvern.plan.engines.base import activation_reserve, cdiv, largest_fitting
 from kvern.plan.request import PlanRequest
@@ -23,6 +25,16 @@ SEARCH_LIMIT = 2**27
 def kv_format_of(request: PlanRequest) -> str:
     """The format's name; bf16 unless one is asked for."""
     return "bf16" if request.kv_format in (None, "auto") else str(request.kv_format)
+
+
+def block_size_of(request: PlanRequest) -> int:
+    """Tokens of a block: as given, else 16, or what the format quantises together if more."""
+    if request.block_size is not None:
+        return request.block_size
+    model = request.model.with_kv_format(kv_format_of(request))
+    caches = [cache for layer in model.layers for cache in layer.caches]
+    groups = {codec.token_group for cache in caches for _, codec in cache.streams}
+    return lcm(DEFAULT_BLOCK_SIZE, *groups)
 
 
 def format_on_stage(kv_format: str, layers: tuple[int, ...]) -> str:
@@ -53,7 +65,7 @@ def stage_plan(request: PlanRequest, stage: int, kv_bytes: int | None) -> KVPlan
     return make_kv_plan(
         model,
         kv_format,
-        request.block_size or DEFAULT_BLOCK_SIZE,
+        block_size_of(request),
         None if kv_bytes is None else max(kv_bytes, 0),
         request.num_blocks,
         max_num_seqs=request.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
@@ -248,6 +260,12 @@ def _steps(
 
 def _assumptions(request: PlanRequest, plan: KVPlan) -> tuple[str, ...]:
     notes: list[str] = []
+    block_size = block_size_of(request)
+    if request.block_size is None and block_size != DEFAULT_BLOCK_SIZE:
+        notes.append(
+            f"blocks of {block_size} tokens, which the format quantises together: give the engine "
+            f"--block-size {block_size} too"
+        )
     if plan.open_bytes and request.max_num_seqs is None:
         notes.append(
             f"{DEFAULT_MAX_NUM_SEQS} sequences keep an open block in bf16 (--max-num-seqs sets it)"
