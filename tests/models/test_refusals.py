@@ -36,6 +36,8 @@ DEEPSEEK = {
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**LLAMA, "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM has no decoder here"),
+    ({**LLAMA, "architectures": ["BertModel"], "model_type": "bert"}, "bert is an encoder"),
+    ({"architectures": ["T5Model"], "model_type": "t5"}, "t5 is an encoder-decoder"),
     ({**LLAMA, "architectures": []}, "not named in the configuration"),
     ({**LLAMA, "hidden_act": "snake"}, "activation 'snake'"),
     ({**QWEN3, "layer_types": ["full_attention", "windy_attention"]}, "'windy_attention'"),
@@ -58,6 +60,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, "lacks the field 'hidden_size'"),
     ({**LLAMA, "num_hidden_layers": "two"}, "'num_hidden_layers' is 'two'"),
     ({**LLAMA, "num_attention_heads": 0}, "'num_attention_heads' is 0"),
+    ({**LLAMA, "num_key_value_heads": 3}, "4 query heads cannot be shared out over 3 KV heads"),
     ({**LLAMA, "rms_norm_eps": "small"}, "'rms_norm_eps' is 'small'"),
     ({**QWEN3, "layer_types": ["full_attention"]}, "layer_types names 1 layers"),
 ]

@@ -27,6 +27,8 @@ from kvern.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from kvern.models.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from kvern.models.families.smollm import SMOLLM3
 from kvern.models.families.starcoder import STARCODER2
+from kvern.spec.configs.reader import Config as FieldReader
+from kvern.spec.configs.refusals import refuse_uncacheable
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
@@ -78,8 +80,8 @@ def family_of(config: Config, gguf_architecture: str | None = None) -> Family:
         gguf_architecture: ``general.architecture`` when the weights are a GGUF file.
 
     Raises:
-        UnsupportedModelError: names the architecture and the known ones, or a quantised form of a
-            folder's weights that kvern does not read.
+        UnsupportedModelError: names the architecture and the known ones, or says why nothing of it
+            can be cached, or names a quantised form of a folder's weights that kvern does not read.
     """
     if gguf_architecture is not None:
         wanted = [gguf_architecture]
@@ -92,6 +94,7 @@ def family_of(config: Config, gguf_architecture: str | None = None) -> Family:
         if name in known:
             family = known[name]
             return family if family.variant is None else family.variant(config, family)
+    refuse_uncacheable(FieldReader(config, "the model"), str(config.get("model_type") or ""))
     named = " / ".join(map(str, wanted)) or "not named in the configuration"
     raise UnsupportedModelError(
         f"architecture {named} has no decoder here; kvern runs {', '.join(sorted(known))}"

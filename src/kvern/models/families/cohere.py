@@ -21,7 +21,7 @@ from kvern.models.names import GGUF_NAMES, HF_NAMES
 def describe(config: Config) -> DecoderConfig:
     """Read a Command R configuration; Command R+'s norms on q and k are refused."""
     refuse(config, "use_qk_norm", False, "Command R")
-    rope = rope_of(config, head_dim_of(config), interleaved=True)
+    rope = rope_of(config, head_dim_of(config), theta=500_000.0, interleaved=True)
     return usual_decoder(
         config,
         [usual_layer(config, rope=rope)] * integer(config, "num_hidden_layers"),

@@ -70,6 +70,12 @@ def text_config(config: Config) -> Config:
     return {**config, **inner} if isinstance(inner, Mapping) else config
 
 
+def with_defaults(config: Config, **defaults: Any) -> Config:
+    """The configuration with a family's own defaults where a field is absent or null."""
+    missing = {name: value for name, value in defaults.items() if config.get(name) is None}
+    return {**config, **missing} if missing else config
+
+
 def refuse(config: Config, field: str, allowed: object, family: str) -> None:
     """Refuse a field that switches on what the decoder does not compute."""
     value = config.get(field, allowed)
@@ -190,7 +196,16 @@ def usual_decoder(config: Config, layers: Sequence[LayerConfig], **changes: Any)
     """Llama's frame around the layers; ``changes`` replace fields.
 
     The context ends where a length-dependent rotary scaling would change its frequencies.
+
+    Raises:
+        ModelError: a layer whose query heads cannot be shared out over its KV heads.
     """
+    for layer in layers:
+        if layer.num_kv_heads and layer.num_heads % layer.num_kv_heads:
+            raise ModelError(
+                f"{layer.num_heads} query heads cannot be shared out over {layer.num_kv_heads} "
+                "KV heads: the configuration is damaged"
+            )
     positions = optional_integer(config, "max_position_embeddings", DEFAULT_POSITIONS)
     limits = [length_limit(layer.rope) for layer in layers if layer.rope is not None]
     has_regimes = any(num_regimes(layer.rope) > 1 for layer in layers if layer.rope is not None)

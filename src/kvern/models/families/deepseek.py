@@ -27,6 +27,7 @@ from kvern.models.families.common import (
     optional_integer,
     rope_of,
     usual_decoder,
+    with_defaults,
 )
 from kvern.models.names import GGUF_NAMES, HF_NAMES
 from kvern.models.rope import scaling_kind
@@ -135,6 +136,7 @@ def describe_v3(config: Config) -> DecoderConfig:
 
 def describe_minicpm3(config: Config) -> DecoderConfig:
     """Read a MiniCPM3 configuration: embeddings, residuals and logits are scaled."""
+    config = with_defaults(config, rms_norm_eps=1e-5)
     count, hidden = integer(config, "num_hidden_layers"), integer(config, "hidden_size")
     layer = _layer(config, integer(config, "intermediate_size"), interleaved=False)
     return usual_decoder(

@@ -24,6 +24,7 @@ from kvern.models.families.common import (
     text_config,
     usual_decoder,
     usual_layer,
+    with_defaults,
 )
 from kvern.models.names import GGUF_NAMES, HF_NAMES
 
@@ -33,6 +34,15 @@ HIDDEN_PER_HEAD_SCALE = (46, 62)
 
 GGUF files do not say so.
 """
+
+TEXT_DEFAULTS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+}
+"""What the text part of a Gemma 3 with pictures leaves out: it states only what differs."""
 
 
 def _gemma(
@@ -95,7 +105,7 @@ def describe_gemma2(config: Config) -> DecoderConfig:
 
 def describe_gemma3(config: Config) -> DecoderConfig:
     """Gemma 3: five layers with a window and rotary base 10,000, then one of base 1,000,000."""
-    config = text_config(config)
+    config = with_defaults(text_config(config), **TEXT_DEFAULTS)
     count, period = integer(config, "num_hidden_layers"), config.get("sliding_window_pattern") or 6
     default = [SLIDING if (index + 1) % int(period) else FULL for index in range(count)]
     kinds, head_dim = layer_kinds(config, KINDS, default), head_dim_of(config)

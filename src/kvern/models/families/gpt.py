@@ -52,7 +52,7 @@ def _usual_names(config: Config) -> dict[str, Any]:
 
 def describe_gptj(config: Config) -> DecoderConfig:
     """Read a GPT-J configuration: one norm for both parts, neighbouring rotary pairs."""
-    fields = _usual_names(config)
+    fields = {"rotary_dim": 64, **_usual_names(config)}
     layer = usual_layer(
         fields,
         intermediate_size=optional_integer(

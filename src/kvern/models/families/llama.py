@@ -8,7 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvern.models.config import Config, DecoderConfig, Family
-from kvern.models.families.common import flag, integer, layer_kinds, usual_decoder, usual_layer
+from kvern.models.families.common import (
+    flag,
+    integer,
+    layer_kinds,
+    usual_decoder,
+    usual_layer,
+    with_defaults,
+)
 from kvern.models.families.mixtral import describe as describe_experts
 from kvern.models.names import GGUF_NAMES, HF_NAMES
 
@@ -37,7 +44,7 @@ def describe(config: Config) -> DecoderConfig:
 
 def describe_ministral3(config: Config) -> DecoderConfig:
     """Read a Ministral 3 configuration: queries grow with their distance past the original length."""
-    decoder = describe(config)
+    decoder = describe(with_defaults(config, rms_norm_eps=1e-5, rope_theta=1e6))
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     beta = scaling.get("llama_4_scaling_beta")
     if not beta:

@@ -21,6 +21,7 @@ from kvern.models.families.common import (
     text_config,
     usual_decoder,
     usual_layer,
+    with_defaults,
 )
 from kvern.models.families.smollm import rotary_layers
 from kvern.models.names import HF_NAMES
@@ -30,7 +31,7 @@ KINDS = ("full_attention", "chunked_attention")
 
 def describe(config: Config) -> DecoderConfig:
     """Read a Llama 4 configuration, or the text part of a multimodal one."""
-    config = text_config(config)
+    config = with_defaults(text_config(config), rms_norm_eps=1e-5)
     turns = rotary_layers(config)
     default = [KINDS[turn and config.get("attention_chunk_size") is not None] for turn in turns]
     kinds = layer_kinds(config, KINDS, default)

@@ -5,12 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvern.models.config import Config, DecoderConfig, ExpertsConfig, Family
-from kvern.models.families.common import expert_count, integer, usual_decoder, usual_layer
+from kvern.models.families.common import (
+    expert_count,
+    integer,
+    usual_decoder,
+    usual_layer,
+    with_defaults,
+)
 from kvern.models.families.mixtral import MIXTRAL
 
 
 def describe(config: Config) -> DecoderConfig:
     """Read a MiniMax-M2 configuration."""
+    config = with_defaults(config, rope_theta=5e6)
     experts = ExpertsConfig(
         num_experts=expert_count(config),
         num_chosen=integer(config, "num_experts_per_tok"),

@@ -5,13 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvern.models.config import Config, DecoderConfig, Family
-from kvern.models.families.common import head_dim_of, integer, rope_of, usual_decoder, usual_layer
+from kvern.models.families.common import (
+    head_dim_of,
+    integer,
+    rope_of,
+    usual_decoder,
+    usual_layer,
+    with_defaults,
+)
 from kvern.models.names import GGUF_NAMES, HF_NAMES
 from kvern.models.rope import scaling_kind
 
 
 def describe(config: Config) -> DecoderConfig:
     """Read a Phi-3 configuration; with longrope the context ends at the original length."""
+    config = with_defaults(config, rms_norm_eps=1e-5)
     rope = rope_of(config, head_dim_of(config))
     if scaling_kind(rope.scaling) == "yarn":  # what the first files called longrope
         rope = replace(rope, scaling={**rope.scaling, "rope_type": "longrope"})

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvern.models.config import Config, DecoderConfig, Family
-from kvern.models.families.common import flag, integer, layer_kinds, usual_decoder, usual_layer
+from kvern.models.families.common import (
+    flag,
+    integer,
+    layer_kinds,
+    usual_decoder,
+    usual_layer,
+    with_defaults,
+)
 from kvern.models.names import GGUF_NAMES, HF_NAMES
 
 KINDS = ("full_attention", "sliding_attention")
@@ -21,6 +28,7 @@ def rotary_layers(config: Config) -> list[bool]:
 
 def describe(config: Config) -> DecoderConfig:
     """Read a SmolLM3 configuration."""
+    config = with_defaults(config, rope_theta=2e6)
     count = integer(config, "num_hidden_layers")
     kinds = layer_kinds(config, KINDS, ["full_attention"] * count)
     window = integer(config, "sliding_window") if flag(config, "use_sliding_window") else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvern.errors import UnsupportedModelError
 from kvern.spec.configs.reader import Config
 
@@ -26,10 +28,10 @@ _REASONS = {
     _ENCODER: (
         "albert bert bert-generation big_bird camembert canine clip_text_model convbert "
         "data2vec-text deberta deberta-v2 distilbert electra embedding_gemma2 ernie esm "
-        "eurobert flaubert fnet funnel ibert layoutlm layoutlmv3 longformer luke megatron- "
-        "bert mobilebert modernbert mpnet mra nomic_bert nystromformer rembert roberta "
-        "roberta-prelayernorm roc_bert roformer squeezebert vit xlm xlm-roberta xlm- "
-        "roberta-xl xmod yoso clip siglip siglip2 dinov2"
+        "eurobert flaubert fnet funnel ibert layoutlm layoutlmv3 longformer luke megatron-bert "
+        "mobilebert modernbert mpnet mra nomic_bert nystromformer rembert roberta "
+        "roberta-prelayernorm roc_bert roformer squeezebert vit xlm xlm-roberta xlm-roberta-xl "
+        "xmod yoso clip siglip siglip2 dinov2"
     ),
     _ENCODER_DECODER: (
         "bart bigbird_pegasus blenderbot blenderbot-small bridgetower encoder-decoder fsmt "
@@ -50,15 +52,22 @@ def refuse_uncacheable(config: Config, family: str) -> None:
     Raises:
         UnsupportedModelError: says why nothing can be cached.
     """
-    reason = _REASON_OF.get(family)
+    reason = _REASON_OF.get(family.lower())
     if reason is None and config.get("is_encoder_decoder") is True:
         reason = _ENCODER_DECODER
     if reason is None and _is_bidirectional(config):
         reason = _ENCODER
-    if reason is None and (config.get("prefix_lm") or config.get("use_prefix_lm")):
+    if reason is None and _has_prefix(config):
         reason = _PREFIX
     if reason is not None:
         raise UnsupportedModelError(f"{config.source}: {reason.format(family=family)}")
+
+
+def _has_prefix(config: Config) -> bool:
+    """A prefix mask, which MPT states in its table of attention settings."""
+    inner = config.get("attn_config")
+    tables = [config.values, inner if isinstance(inner, Mapping) else {}]
+    return any(table.get(name) for table in tables for name in ("prefix_lm", "use_prefix_lm"))
 
 
 def _is_bidirectional(config: Config) -> bool:
