@@ -523,3 +523,17 @@ def test_recorded_programs_change_no_bit(make_tiny: Make, prompts: Any, chunk: i
             assert not state.is_refused
             answers.append([s.output.logprobs for s in states])
     assert answers[0] == answers[1]
+
+
+def test_scoring_with_logits_that_are_not_finite_raises(make_tiny: Make) -> None:
+    with make_tiny() as llm:
+        logits = llm.model.decoder.logits
+
+        def spoilt(hidden: np.ndarray, out: np.ndarray) -> None:
+            logits(hidden, out)
+            out[:] = np.nan
+
+        llm.model.decoder.logits = spoilt
+        with pytest.raises(KvernError, match="not finite"):
+            llm.score([list(range(20))])
+        assert not llm.has_work

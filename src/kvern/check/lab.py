@@ -72,7 +72,7 @@ class Lab:
         """
         self.llm = llm
         self.options = options
-        self.contexts = Contexts()
+        self.contexts = Contexts(llm.model.scheduler.config.regime_border)
         self.uncached = UncachedRows(self.contexts, self._full_pass)
         layers = range(len(llm.model.decoder.config.layers))
         found = [entry for entry in map(llm.model.store.streams, layers) if entry is not None]
@@ -194,5 +194,7 @@ class _Collector(Observer):
 
     def on_logits(self, seq: TokenSequence, position: int, row: Any) -> None:
         """The runner's observer."""
+        if seq.regime != self._contexts.regime(position + 1):
+            return
         node = int(self._contexts.path(seq.token_ids(0, position + 1))[-1])
         self.rows[node] = UncachedRow(row.copy(), self._trace.row(seq, position))

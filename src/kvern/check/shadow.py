@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvern.check.contexts import ROOT, UNWRITTEN, Contexts
+from kvern.check.contexts import LONG_ROOT, ROOT, UNWRITTEN, Contexts
 from kvern.check.names import Fault
 from kvern.check.slots import ShadowSlots
 from kvern.core.plan import BlockOp, Chunk, Copy
@@ -81,7 +81,7 @@ class Shadow:
         }
         self._writers: list[Writer] = []
         self._writer_numbers: dict[int, int] = {}
-        self._paths: dict[int, tuple[I32, I64]] = {}
+        self._paths: dict[tuple[int, int], tuple[I32, I64]] = {}
         self._first_starts: dict[int, int] = {}
         self._preemptions: dict[int, int] = {}
         self._resumed_at: dict[int, int] = {}
@@ -93,16 +93,17 @@ class Shadow:
         """Numbers of the runs that the sequence's own tokens stand for, ``[length]``."""
         tokens = seq.token_ids(0, length)
         known_tokens, known = self._paths.get(
-            seq.seq_id, (np.zeros(0, np.int32), np.zeros(0, np.int64))
+            (seq.seq_id, seq.regime), (np.zeros(0, np.int32), np.zeros(0, np.int64))
         )
         usable = min(len(known_tokens), length)
         if not np.array_equal(known_tokens[:usable], tokens[:usable]):
             usable = 0
         if usable < length:
-            last = int(known[usable - 1]) if usable else ROOT
+            root = LONG_ROOT if seq.regime else ROOT
+            last = int(known[usable - 1]) if usable else root
             more = self.contexts.extend(last, tokens[usable:].tolist())
             known = np.concatenate((known[:usable], more))
-            self._paths[seq.seq_id] = tokens.copy(), known
+            self._paths[seq.seq_id, seq.regime] = tokens.copy(), known
         return known[:length]
 
     def writer_of(self, seq: TokenSequence) -> int:

@@ -190,7 +190,12 @@ class Watch(Observer):
             self._note_chunk(chunk)
 
     def on_logits(self, seq: TokenSequence, position: int, row: F32) -> None:
-        """The runner's observer: compare at once where the uncached row is known."""
+        """The runner's observer: compare at once where the uncached row is known.
+
+        Rows before a position regime's border that a longer sequence computes again stand for nothing.
+        """
+        if seq.regime != self.shadow.contexts.regime(position + 1):
+            return
         node = int(self.shadow.path(seq, position + 1)[position])
         note = Row(seq.request.request_id, seq.seq_id, position, node, self.step)
         self.rows.append(note)

@@ -29,7 +29,7 @@ from kvern.engine.settings import EngineSettings
 from kvern.engine.step_loop import StepLoop
 from kvern.engine.streaming import DeltaStream
 from kvern.engine.tracking import RequestState, Tracker
-from kvern.errors import InputError, KvernError
+from kvern.errors import InputError, IntegrityError, KvernError
 
 Prompt = str | Sequence[int]
 """A prompt as text or as token ids."""
@@ -142,6 +142,8 @@ class LLM:
             for state in states:
                 while state.output is None:
                     self._loop.advance(functools.partial(_is_finished, state))
+                if state.error is not None:
+                    raise IntegrityError(state.error)
             return [runner.take_scores(state.request_id) for state in states]
         finally:
             self._loop.release(states)

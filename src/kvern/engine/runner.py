@@ -159,7 +159,7 @@ class Runner:
             self.observer.on_logits(seq, position, row)
         is_sampled = chunk.num_samples > 0 and position == chunk.start + chunk.length - 1
         try:
-            if seq.request.needs_all_logits:
+            if seq.request.needs_all_logits and chunk.logits == "all":
                 self._score(seq, position, row)
             return self._choose(chunk, position, row) if is_sampled else None
         except IntegrityError as error:
