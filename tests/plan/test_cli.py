@@ -152,6 +152,15 @@ def test_gigabytes_are_told_apart(config: str, capsys: pytest.CaptureFixture[str
     assert "--memory 80GB is 74.506 GiB: GB is 10^9 bytes, GiB is 2^30" in got["warnings"]
 
 
+def test_a_batch_is_held_against_what_fits(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (config, "--kv-memory", "4GiB", "--context", "16384", "--batch")
+    [growth] = answer(capsys, *flags, "1")["warnings"]
+    assert growth.startswith("a batch of 1 hides growth: each output token adds 96 KiB to every")
+    assert answer(capsys, *flags, "2")["warnings"] == []
+    [excess] = answer(capsys, *flags, "3")["warnings"]
+    assert excess == "a batch of 3 requests of 16,384 tokens is more than the 2.66 that fit at once"
+
+
 def test_a_model_and_devices_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan"]) == 2
     assert "MODEL is missing" in capsys.readouterr().err

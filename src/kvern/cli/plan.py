@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvern.cli.output import print_json
 from kvern.errors import UsageError
 from kvern.plan import Plan, PlanRequest, find_device, load_devices, plan
+from kvern.plan.advice import batch_warnings
 from kvern.plan.engines import split_engine
 from kvern.plan.request import parse_extra_cache
 from kvern.plan.sources import file_weights
@@ -139,7 +140,8 @@ def run(args: argparse.Namespace) -> int:
     if args.need:
         return _need(args, request)
     answer = plan(request)
-    answer = answer.with_warnings((*answer.warnings, *_unit_warnings(args)))
+    about_batch = batch_warnings(answer, args.batch) if args.batch else ()
+    answer = answer.with_warnings((*answer.warnings, *about_batch, *_unit_warnings(args)))
     document = answer.to_json()
     text = [] if args.json else _render("summary", answer)
     extras = _extras(args, answer, document, text)

@@ -43,6 +43,25 @@ def warnings_for(answer: Plan) -> tuple[str, ...]:
     return tuple(found)
 
 
+def batch_warnings(answer: Plan, batch: int) -> tuple[str, ...]:
+    """Warnings about a number of requests at once that was asked for."""
+    at_once = answer.allocation.max_concurrency
+    fitting = f"{int(at_once * 100) / 100:,.2f}"
+    found: list[str] = []
+    if batch > at_once:
+        found.append(
+            f"a batch of {batch:,} requests of {answer.context:,} tokens is more than the "
+            f"{fitting} that fit at once"
+        )
+    per_token = round(answer.request_cost[1])
+    if batch == 1 and at_once >= 2 and per_token:
+        found.append(
+            f"a batch of 1 hides growth: each output token adds {format_size(per_token)} to every "
+            f"request, and {fitting} of {answer.context:,} tokens, output included, fit at once"
+        )
+    return tuple(found)
+
+
 def _replication(request: PlanRequest, model: ModelSpec) -> list[str]:
     if request.tp == 1:
         return []

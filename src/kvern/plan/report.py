@@ -102,7 +102,7 @@ def _figures(answer: Plan) -> str:
     a = answer.allocation
     figures = [
         (f"{a.capacity_tokens:,}", "capacity in tokens"),
-        (f"{a.max_concurrency:,.2f}", f"requests of {answer.context:,} tokens"),
+        (f"{int(a.max_concurrency * 100) / 100:,.2f}", f"requests of {answer.context:,} tokens"),
         (f"{answer.max_model_len:,}", "longest request"),
         (f"{answer.num_blocks:,}", f"blocks of {format_size(a.block_bytes[answer.tightest_rank])}"),
     ]
