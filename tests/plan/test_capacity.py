@@ -271,3 +271,17 @@ def test_a_shared_prefix_is_stored_once() -> None:
         plan_prefixes(a.blocks_of, a.shared_blocks_of, a.usable_blocks, 2048, 2048)
     with pytest.raises(CapacityError, match="retain fewer"):
         plan_prefixes(a.blocks_of, a.shared_blocks_of, a.usable_blocks, 2048, 0, (9999, 800))
+
+
+def test_a_need_that_cannot_be_weighed_is_no_need_that_nothing_serves() -> None:
+    unknown = llama(intermediate_size=None)
+    with pytest.raises(UsageError, match=r"lacks intermediate_size.*--weights SIZE"):
+        options_for(PlanRequest(unknown), "2x4096")
+    assert options_for(PlanRequest(unknown, weights_bytes=16 * GIB), "2x4096")
+    assert options_for(PlanRequest(llama_70b(), device=find_device("l4")), "10000x8192") == []
+
+
+@pytest.mark.parametrize("fixed", [{"memory": GIB}, {"kv_memory": GIB}, {"num_blocks": 9}])
+def test_a_need_leaves_the_memory_open(fixed: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match="searches for the memory"):
+        options_for(PlanRequest(llama(), **fixed), "2x4096")  # type: ignore[arg-type]

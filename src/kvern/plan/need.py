@@ -66,9 +66,11 @@ def options_for(request: PlanRequest, need: str) -> list[Option]:
     device and degree the widest format that suffices is kept.
 
     Raises:
-        UsageError: the need is malformed.
+        UsageError: the need is malformed, memory is fixed that the search is to find, or nothing
+            can be answered for this model at all (its weights are not known, say).
     """
     count, context = parse_need(need)
+    _refuse_fixed_memory(request)
     devices = (
         [request.device]
         if request.device is not None
@@ -81,12 +83,24 @@ def options_for(request: PlanRequest, need: str) -> list[Option]:
         else ENGINE_FORMATS.get(request.engine.lower(), FORMATS)
     )
     found: list[Option] = []
+    refusals: list[UsageError] = []
     for device in devices:
         for tp in degrees:
-            option = _widest(request, device, tp, formats, count, context)
+            option = _widest(request, device, tp, formats, (count, context), refusals)
             if option is not None:
                 found.append(option)
+    if not found and len(refusals) == len(devices) * len(degrees) * len(formats):
+        raise refusals[0]
     return sorted(found, key=lambda o: (o.total_memory, o.tp, -o.concurrency))
+
+
+def _refuse_fixed_memory(request: PlanRequest) -> None:
+    for flag in ("memory", "kv_memory", "num_blocks", "num_tokens"):
+        if getattr(request, flag) is not None:
+            name = {"num_tokens": "max-total-tokens"}.get(flag, flag.replace("_", "-"))
+            raise UsageError(
+                f"--need searches for the memory and --{name} fixes it: leave one of them out"
+            )
 
 
 def _widest(
@@ -94,9 +108,11 @@ def _widest(
     device: Device,
     tp: int,
     formats: tuple[str | None, ...],
-    count: int,
-    context: int,
+    need: tuple[int, int],
+    refusals: list[UsageError],
 ) -> Option | None:
+    """The widest format with which the set-up serves the need; what is no question is noted."""
+    count, context = need
     llama = request.engine.lower() in ("llama.cpp", "ik_llama.cpp")
     for kv_format in formats:
         try:
@@ -111,6 +127,9 @@ def _widest(
                 slots=count if llama else request.slots,
             )
             answer = plan(asked)
+        except UsageError as error:
+            refusals.append(error)
+            continue
         except KvernError:
             continue
         if answer.allocation.fits and answer.allocation.max_concurrency >= count:

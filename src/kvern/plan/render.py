@@ -55,8 +55,8 @@ def heading(answer: Plan) -> str:
     request = answer.request
     parts = [request.model.name, f"{answer.engine} {answer.engine_version}"]
     if request.device is not None:
-        count = f"{request.num_ranks} × " if request.num_ranks > 1 else ""
-        parts.append(count + request.device.name)
+        devices = request.num_ranks * request.dp
+        parts.append((f"{devices} × " if devices > 1 else "") + request.device.name)
     degrees = [
         f"{name} {degree}"
         for name, degree in (("TP", request.tp), ("PP", request.pp), ("DP", request.dp),

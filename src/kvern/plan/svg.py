@@ -17,6 +17,7 @@ STYLE = (
 WIDTH = 720
 HEIGHT = 360
 LEFT, RIGHT, TOP, BOTTOM = 76, 96, 16, 44
+LINE = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +85,14 @@ def line_chart(lines: Sequence[Line], x_label: str, y_label: str) -> str:
 def _end_labels(ends: list[tuple[float, str, str]]) -> list[str]:
     """Names at the right ends, pushed apart so that none covers another."""
     placed: list[str] = []
-    last = -math.inf
-    for y, name, colour in sorted(ends):
-        y = max(y, last + 15)
-        last = y
+    ends = sorted(ends)
+    heights: list[float] = []
+    for y, _, _ in ends:
+        heights.append(max([y, *(h + LINE for h in heights[-1:])]))
+    for place in reversed(range(len(heights))):  # none below the axis, where ticks are named
+        below = heights[place + 1] - LINE if place + 1 < len(heights) else HEIGHT - BOTTOM - 6
+        heights[place] = min(heights[place], below)
+    for y, (_, name, colour) in zip(heights, ends, strict=True):
         placed.append(
             f'<text x="{WIDTH - RIGHT + 10}" y="{y + 4:.1f}" style="fill:{colour}" '
             f'class="name">{escape(name)}</text>'
