@@ -52,6 +52,23 @@ class LayerCache:
         return cls(None, None, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerStep:
+    """What a layer's mixer works with in one step, beside its input and output.
+
+    Attributes:
+        views: the layer's buffers, as many rows as the step has tokens.
+        batch: the rows, positions and block tables of the layer's KV group.
+        cache: where the layer's keys and values, or its states, lie.
+        num_positions: one more than the last position of the step.
+    """
+
+    views: LayerBuffers
+    batch: AttendBatch
+    cache: LayerCache
+    num_positions: int
+
+
 @dataclass(slots=True)
 class AttentionWeights:
     """q, k and v are stacked; with a gate the gate's rows come last."""
@@ -82,34 +99,25 @@ class HeadsAttention:
         self.params = params
         self.rope = rope
 
-    def run(
-        self,
-        backend: Backend,
-        x: F32,
-        out: F32,
-        views: LayerBuffers,
-        batch: AttendBatch,
-        cache: LayerCache,
-        num_positions: int,
-    ) -> int:
+    def run(self, backend: Backend, x: F32, out: F32, step: LayerStep) -> int:
         """``out [T, hidden]`` for the normed input ``x [T, hidden]``; also appends to the cache.
 
         Returns:
             Query-key products per head.
         """
-        weights, layer = self.weights, self.layer
+        weights, layer, views, batch = self.weights, self.layer, step.views, step.batch
         backend.matmul(x, weights.qkv, views.qkv)
         if weights.qkv_bias is not None:
             views.qkv[...] += weights.qkv_bias
-        keys, values = cache.keys, cache.values
+        keys, values = step.cache.keys, step.cache.values
         assert keys is not None
         assert values is not None
         if layer.share_with is None:
             v = self._normed(backend, "v", views.v, views) if layer.has_value_norm else views.v
             backend.append(v, values, batch.slot_mapping)
-            k = self._turned(backend, "k", views.k, views, batch, num_positions)
+            k = self._turned(backend, "k", views.k, step)
             backend.append(k, keys, batch.slot_mapping)
-        q = self._turned(backend, "q", views.q, views, batch, num_positions)
+        q = self._turned(backend, "q", views.q, step)
         if layer.query_temperature is not None:
             q *= _temperatures(batch.positions, *layer.query_temperature)
         products = backend.attend(q, keys, values, batch, self.params, views.attended)
@@ -120,24 +128,16 @@ class HeadsAttention:
             out += weights.output_bias
         return products
 
-    def _turned(
-        self,
-        backend: Backend,
-        name: str,
-        x: F32,
-        views: LayerBuffers,
-        batch: AttendBatch,
-        num_positions: int,
-    ) -> F32:
+    def _turned(self, backend: Backend, name: str, x: F32, step: LayerStep) -> F32:
         """Queries or keys, normed and rotated as the layer has it."""
         layer = self.layer
         if layer.qk_norm is not None and layer.qk_norm != "unit":
-            x = self._normed(backend, name, x, views)
+            x = self._normed(backend, name, x, step.views)
         if self.rope is not None and layer.rope is not None:
-            cos, sin = self.rope.cover(num_positions)
-            backend.rotary(x, self.rope.rows(batch), cos, sin, layer.rope.interleaved)
+            cos, sin = self.rope.cover(step.num_positions)
+            backend.rotary(x, self.rope.rows(step.batch), cos, sin, layer.rope.interleaved)
         if layer.qk_norm == "unit":
-            x = self._normed(backend, name, x, views)
+            x = self._normed(backend, name, x, step.views)
         return x
 
     def _normed(self, backend: Backend, name: str, x: F32, views: LayerBuffers) -> F32:

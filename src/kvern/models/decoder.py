@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvern.kernels.protocol import AttendBatch, Backend
-from kvern.models.attention import LayerCache
+from kvern.models.attention import LayerCache, LayerStep
 from kvern.models.config import DecoderConfig, Family
 from kvern.models.feed_forward import Dense, DenseBesideExperts, Experts
 from kvern.models.load_feed_forward import feed_forward_of
@@ -156,9 +156,10 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             shared = self.config.layers[index].share_with
             layer_cache = cache[index if shared is None else shared]
-            products += run_layer(
-                layer, index, buffers, batches[layer_cache.group], layer_cache, num_positions
+            step = LayerStep(
+                buffers.layers[index], batches[layer_cache.group], layer_cache, num_positions
             )
+            products += run_layer(layer, buffers, step)
             if self.per_layer is not None and inputs is not None:
                 self.per_layer.add(self.backend, index, inputs, hidden)
             if layer.scale is not None:
@@ -191,45 +192,27 @@ class Decoder:
             self.backend.embed(self.positions, rows, buffers.delta)
             self.backend.add(buffers.hidden, buffers.delta)
 
-    def _serial_layer(
-        self,
-        layer: DecoderLayer,
-        index: int,
-        buffers: StepBuffers,
-        batch: AttendBatch,
-        cache: LayerCache,
-        num_positions: int,
-    ) -> int:
-        backend, views, products = self.backend, buffers.layers[index], 0
+    def _serial_layer(self, layer: DecoderLayer, buffers: StepBuffers, step: LayerStep) -> int:
+        backend, products = self.backend, 0
         if layer.mixer is not None:
             x = self._normed(layer.attention_norm, buffers)
-            products = layer.mixer.run(
-                backend, x, buffers.delta, views, batch, cache, num_positions
-            )
+            products = layer.mixer.run(backend, x, buffers.delta, step)
             self._add(layer.post_attention_norm, buffers)
         if layer.feed_forward is not None:
             x = self._normed(layer.mlp_norm, buffers)
-            layer.feed_forward.run(backend, x, buffers.delta, views, buffers.hidden)
+            layer.feed_forward.run(backend, x, buffers.delta, step.views, buffers.hidden)
             self._add(layer.post_mlp_norm, buffers)
         return products
 
-    def _parallel_layer(
-        self,
-        layer: DecoderLayer,
-        index: int,
-        buffers: StepBuffers,
-        batch: AttendBatch,
-        cache: LayerCache,
-        num_positions: int,
-    ) -> int:
-        backend, views = self.backend, buffers.layers[index]
+    def _parallel_layer(self, layer: DecoderLayer, buffers: StepBuffers, step: LayerStep) -> int:
+        backend = self.backend
         assert layer.mixer is not None
         assert layer.feed_forward is not None
         x = self._normed(layer.attention_norm, buffers)
-        products = layer.mixer.run(backend, x, buffers.delta, views, batch, cache, num_positions)
+        products = layer.mixer.run(backend, x, buffers.delta, step)
         if layer.mlp_norm is not None:
             x = self._normed(layer.mlp_norm, buffers)
-        layer.feed_forward.run(backend, x, buffers.second_delta, views, buffers.hidden)
+        layer.feed_forward.run(backend, x, buffers.second_delta, step.views, buffers.hidden)
         backend.add(buffers.hidden, buffers.delta)
         backend.add(buffers.hidden, buffers.second_delta)
         return products
@@ -257,9 +240,8 @@ class Decoder:
             hidden[...] = predicted[0]
             x = self._normed(layer.attention_norm, buffers)
             laurel = streams.laurel(backend, index, x)
-            products += layer.mixer.run(
-                backend, x, buffers.delta, views, batches[own.group], own, num_positions
-            )
+            step = LayerStep(views, batches[own.group], own, num_positions)
+            products += layer.mixer.run(backend, x, buffers.delta, step)
             self._add(layer.post_attention_norm, buffers)
             backend.add(hidden, laurel)
             hidden *= np.float32(2**-0.5)

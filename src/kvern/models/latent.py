@@ -16,11 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvern.kernels.protocol import AttendBatch, AttendParams, Backend, Weight
-from kvern.models.attention import LayerCache
+from kvern.kernels.protocol import AttendParams, Backend, Weight
+from kvern.models.attention import LayerStep
 from kvern.models.config import LatentConfig, LayerConfig
 from kvern.models.rope import RopeTable
-from kvern.models.workspace import LayerBuffers
 
 F32 = npt.NDArray[np.float32]
 
@@ -59,25 +58,16 @@ class LatentAttention:
         self.params = params
         self.rope = rope
 
-    def run(
-        self,
-        backend: Backend,
-        x: F32,
-        out: F32,
-        views: LayerBuffers,
-        batch: AttendBatch,
-        cache: LayerCache,
-        num_positions: int,
-    ) -> int:
+    def run(self, backend: Backend, x: F32, out: F32, step: LayerStep) -> int:
         """See `HeadsAttention.run`."""
-        layer, latent, extra = self.layer, self.latent, views.extra
+        layer, latent, views = self.layer, self.latent, step.views
         num_tokens, heads, entry_dim = len(x), layer.num_heads, latent.latent_dim + latent.rope_dim
-        cos_sin = self.rope.cover(num_positions)
-        self._append(backend, x, views, batch, cache, cos_sin)
-        query = self._query(backend, x, views, batch, cos_sin)
-        wide = extra["latent_attended"].reshape(num_tokens, heads, entry_dim)
-        assert cache.keys is not None
-        products = backend.attend(query, cache.keys, cache.keys, batch, self.params, wide)
+        self._append(backend, x, step)
+        query = self._query(backend, x, step)
+        wide = views.extra["latent_attended"].reshape(num_tokens, heads, entry_dim)
+        keys = step.cache.keys
+        assert keys is not None
+        products = backend.attend(query, keys, keys, step.batch, self.params, wide)
         for head, weight in enumerate(self.weights.v_up):
             part = np.ascontiguousarray(wide[:, head, : latent.latent_dim])
             value = np.empty((num_tokens, layer.value_dim), np.float32)
@@ -88,41 +78,26 @@ class LatentAttention:
             out += self.weights.output_bias
         return products
 
-    def _append(
-        self,
-        backend: Backend,
-        x: F32,
-        views: LayerBuffers,
-        batch: AttendBatch,
-        cache: LayerCache,
-        cos_sin: tuple[F32, F32],
-    ) -> None:
+    def _append(self, backend: Backend, x: F32, step: LayerStep) -> None:
         """Compress each token, norm the latent, turn the rotary key, store both as one vector."""
-        weights, latent, down = self.weights, self.latent, views.extra["kv_down"]
+        weights, latent, down = self.weights, self.latent, step.views.extra["kv_down"]
         backend.matmul(x, weights.kv_down, down)
         if weights.kv_down_bias is not None:
             down += weights.kv_down_bias
-        entry = views.extra["latent_entry"]
+        entry = step.views.extra["latent_entry"]
         compressed = np.ascontiguousarray(down[:, : latent.latent_dim])
         normed = np.empty_like(compressed)
         backend.rms_norm(compressed, weights.kv_down_norm, latent.norm_eps, normed)
         entry[:, : latent.latent_dim] = normed
         entry[:, latent.latent_dim :] = self._rotated(
-            backend, down[:, None, latent.latent_dim :], batch, cos_sin
+            backend, down[:, None, latent.latent_dim :], step
         )[:, 0]
-        assert cache.keys is not None
-        backend.append(entry[:, None, :], cache.keys, batch.slot_mapping)
+        assert step.cache.keys is not None
+        backend.append(entry[:, None, :], step.cache.keys, step.batch.slot_mapping)
 
-    def _query(
-        self,
-        backend: Backend,
-        x: F32,
-        views: LayerBuffers,
-        batch: AttendBatch,
-        cos_sin: tuple[F32, F32],
-    ) -> F32:
+    def _query(self, backend: Backend, x: F32, step: LayerStep) -> F32:
         """Queries in the latent space, ``[T, heads, latent_dim + rope_dim]``."""
-        weights, latent, extra, num_tokens = self.weights, self.latent, views.extra, len(x)
+        weights, latent, extra, num_tokens = self.weights, self.latent, step.views.extra, len(x)
         if weights.q_down is not None:
             assert weights.q_down_norm is not None
             backend.matmul(x, weights.q_down, extra["q_down"])
@@ -139,14 +114,13 @@ class LatentAttention:
             backend.matmul(part, weight, absorbed)
             query[:, head, : latent.latent_dim] = absorbed
         query[:, :, latent.latent_dim :] = self._rotated(
-            backend, heads[:, :, latent.nope_dim :], batch, cos_sin
+            backend, heads[:, :, latent.nope_dim :], step
         )
         return query
 
-    def _rotated(
-        self, backend: Backend, x: F32, batch: AttendBatch, cos_sin: tuple[F32, F32]
-    ) -> F32:
-        turned = np.ascontiguousarray(x)
-        assert self.layer.rope is not None
-        backend.rotary(turned, self.rope.rows(batch), *cos_sin, self.layer.rope.interleaved)
+    def _rotated(self, backend: Backend, x: F32, step: LayerStep) -> F32:
+        turned, rope = np.ascontiguousarray(x), self.layer.rope
+        assert rope is not None
+        cos, sin = self.rope.cover(step.num_positions)
+        backend.rotary(turned, self.rope.rows(step.batch), cos, sin, rope.interleaved)
         return turned

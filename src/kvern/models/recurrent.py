@@ -19,11 +19,10 @@ from kvern.kernels.reference_state import (
     rounded,
     selective_scan,
 )
-from kvern.models.attention import LayerCache
+from kvern.models.attention import LayerStep
 from kvern.models.config import DeltaNetConfig, MambaConfig, ShortConvConfig
 from kvern.models.rowwise import sigmoid, silu, softplus
 from kvern.models.states import LayerState
-from kvern.models.workspace import LayerBuffers
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -93,24 +92,15 @@ class ShortConv:
         self.config = config
         self.weights = weights
 
-    def run(
-        self,
-        backend: Backend,
-        x: F32,
-        out: F32,
-        views: LayerBuffers,
-        batch: AttendBatch,
-        cache: LayerCache,
-        num_positions: int,
-    ) -> int:
+    def run(self, backend: Backend, x: F32, out: F32, step: LayerStep) -> int:
         """See `HeadsAttention.run`; there are no query-key products."""
-        weights, state = self.weights, cache.state
+        weights, state = self.weights, step.cache.state
         assert state is not None
         before, after, values = np.split(
             _matmul(backend, x, weights.inputs, weights.inputs_bias), 3, 1
         )
         mixed = np.empty_like(x)
-        for rows, pages in _sequences(batch):
+        for rows, pages in _sequences(step.batch):
             mixed[rows] = after[rows] * _convolved(
                 before[rows] * values[rows], state, pages, weights
             )
@@ -126,18 +116,9 @@ class DeltaNet:
         self.config = config
         self.weights = weights
 
-    def run(
-        self,
-        backend: Backend,
-        x: F32,
-        out: F32,
-        views: LayerBuffers,
-        batch: AttendBatch,
-        cache: LayerCache,
-        num_positions: int,
-    ) -> int:
+    def run(self, backend: Backend, x: F32, out: F32, step: LayerStep) -> int:
         """See `HeadsAttention.run`; there are no query-key products."""
-        config, weights, state = self.config, self.weights, cache.state
+        config, weights, state = self.config, self.weights, step.cache.state
         assert state is not None
         assert weights.gates is not None
         assert weights.norm is not None
@@ -145,7 +126,7 @@ class DeltaNet:
         gates = _matmul(backend, x, weights.gates)
         channels = config.num_channels
         mixed = np.empty((len(x), config.num_value_heads, config.value_dim), np.float32)
-        for rows, pages in _sequences(batch):
+        for rows, pages in _sequences(step.batch):
             qkv = silu(_convolved(projected[rows, :channels], state, pages, weights))
             mixed[rows] = self._recur(qkv, gates[rows], state, pages)
         flat = mixed.reshape(-1, config.value_dim)
@@ -196,24 +177,15 @@ class Mamba:
         self.config = config
         self.weights = weights
 
-    def run(
-        self,
-        backend: Backend,
-        x: F32,
-        out: F32,
-        views: LayerBuffers,
-        batch: AttendBatch,
-        cache: LayerCache,
-        num_positions: int,
-    ) -> int:
+    def run(self, backend: Backend, x: F32, out: F32, step: LayerStep) -> int:
         """See `HeadsAttention.run`; there are no query-key products."""
-        config, weights, state = self.config, self.weights, cache.state
+        config, weights, state = self.config, self.weights, step.cache.state
         assert state is not None
         assert weights.norm is not None
         width, channels = config.num_heads * config.head_dim, config.num_channels
         projected = _matmul(backend, x, weights.inputs, weights.inputs_bias)
         mixed = np.empty((len(x), width), np.float32)
-        for rows, pages in _sequences(batch):
+        for rows, pages in _sequences(step.batch):
             convolved = _convolved(projected[rows, width : width + channels], state, pages, weights)
             steps = np.ascontiguousarray(projected[rows, width + channels :])
             mixed[rows] = self._recur(silu(convolved), steps, state, pages)
