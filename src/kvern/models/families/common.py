@@ -223,3 +223,17 @@ def usual_decoder(config: Config, layers: Sequence[LayerConfig], **changes: Any)
         mlp_bias=flag(config, "mlp_bias"),
     )
     return replace(decoder, **changes)
+
+
+def layer_norm_decoder(
+    config: Config, layer: LayerConfig, norm_eps: float, **changes: Any
+) -> DecoderConfig:
+    """The frame of GPT and its relatives: equal layers, layer norms with biases."""
+    return usual_decoder(
+        config,
+        [layer] * integer(config, "num_hidden_layers"),
+        norm="layer",
+        norm_bias=True,
+        norm_eps=norm_eps,
+        **changes,
+    )

@@ -9,10 +9,10 @@ from kvern.models.families.common import (
     activation,
     flag,
     integer,
+    layer_norm_decoder,
     number,
     optional_integer,
     refuse,
-    usual_decoder,
     usual_layer,
 )
 from kvern.models.families.gpt import PLAIN_GGUF_NAMES, grouped_rows
@@ -35,12 +35,10 @@ def describe(config: Config) -> DecoderConfig:
         is_gated=False,
     )
     bias = flag(config, "bias")
-    return usual_decoder(
+    return layer_norm_decoder(
         fields,
-        [layer] * integer(config, "num_hidden_layers"),
-        norm="layer",
-        norm_bias=True,
-        norm_eps=number(config, "layer_norm_epsilon", number(config, "layer_norm_eps", 1e-5)),
+        layer,
+        number(config, "layer_norm_epsilon", number(config, "layer_norm_eps", 1e-5)),
         is_parallel=is_new or flag(config, "parallel_attn", True),
         tie_embeddings=flag(config, "tie_word_embeddings", True),
         qkv_bias=bias,

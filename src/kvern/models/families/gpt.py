@@ -6,17 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from kvern.models.config import Config, DecoderConfig, Family, LayerConfig
+from kvern.models.config import Config, DecoderConfig, Family, LayerConfig, RopeConfig
 from kvern.models.families.common import (
     activation,
     flag,
     head_dim_of,
     integer,
+    layer_norm_decoder,
     number,
     optional_integer,
     refuse,
     rope_of,
-    usual_decoder,
     usual_layer,
 )
 from kvern.models.names import TensorNames
@@ -50,24 +50,27 @@ def _usual_names(config: Config) -> dict[str, Any]:
     return fields
 
 
-def describe_gptj(config: Config) -> DecoderConfig:
-    """Read a GPT-J configuration: one norm for both parts, neighbouring rotary pairs."""
-    fields = {"rotary_dim": 64, **_usual_names(config)}
-    layer = usual_layer(
+def _layer(fields: Config, rope: RopeConfig | None) -> LayerConfig:
+    """A layer without gates, four times as wide inside unless the configuration says otherwise."""
+    return usual_layer(
         fields,
         intermediate_size=optional_integer(
             fields, "intermediate_size", 4 * integer(fields, "hidden_size")
         ),
         activation=activation(fields, "gelu_new", ("activation_function",)),
-        rope=rope_of(fields, head_dim_of(fields), interleaved=True),
+        rope=rope,
         is_gated=False,
     )
-    return usual_decoder(
+
+
+def describe_gptj(config: Config) -> DecoderConfig:
+    """Read a GPT-J configuration: one norm for both parts, neighbouring rotary pairs."""
+    fields = {"rotary_dim": 64, **_usual_names(config)}
+    layer = _layer(fields, rope_of(fields, head_dim_of(fields), interleaved=True))
+    return layer_norm_decoder(
         fields,
-        [layer] * integer(fields, "num_hidden_layers"),
-        norm="layer",
-        norm_bias=True,
-        norm_eps=number(fields, "layer_norm_eps", 1e-5),
+        layer,
+        number(fields, "layer_norm_eps", 1e-5),
         is_parallel=True,
         head_bias=True,
         mlp_bias=True,
@@ -80,21 +83,11 @@ def describe_gpt2(config: Config) -> DecoderConfig:
     refuse(config, "scale_attn_by_inverse_layer_idx", False, "GPT-2")
     refuse(config, "scale_attn_weights", True, "GPT-2")
     refuse(config, "add_cross_attention", False, "GPT-2")
-    layer = usual_layer(
+    layer = _layer(fields, None)
+    return layer_norm_decoder(
         fields,
-        intermediate_size=optional_integer(
-            fields, "intermediate_size", 4 * integer(fields, "hidden_size")
-        ),
-        activation=activation(fields, "gelu_new", ("activation_function",)),
-        rope=None,
-        is_gated=False,
-    )
-    return usual_decoder(
-        fields,
-        [layer] * integer(fields, "num_hidden_layers"),
-        norm="layer",
-        norm_bias=True,
-        norm_eps=number(fields, "layer_norm_eps", 1e-5),
+        layer,
+        number(fields, "layer_norm_eps", 1e-5),
         num_learned_positions=integer(fields, "max_position_embeddings"),
         tie_embeddings=flag(fields, "tie_word_embeddings", True),
         qkv_bias=True,
@@ -115,12 +108,10 @@ def describe_neox(config: Config) -> DecoderConfig:
         is_gated=False,
     )
     bias = flag(config, "attention_bias", True)
-    return usual_decoder(
+    return layer_norm_decoder(
         config,
-        [layer] * integer(config, "num_hidden_layers"),
-        norm="layer",
-        norm_bias=True,
-        norm_eps=number(config, "layer_norm_eps", 1e-5),
+        layer,
+        number(config, "layer_norm_eps", 1e-5),
         is_parallel=flag(config, "use_parallel_residual", True),
         qkv_bias=bias,
         output_bias=bias,

@@ -7,8 +7,8 @@ from kvern.models.families.common import (
     activation,
     flag,
     integer,
+    layer_norm_decoder,
     refuse,
-    usual_decoder,
     usual_layer,
 )
 from kvern.models.names import TensorNames
@@ -32,12 +32,10 @@ def describe(config: Config) -> DecoderConfig:
         is_gated=False,
     )
     bias = flag(config, "enable_bias", True)
-    return usual_decoder(
+    return layer_norm_decoder(
         config,
-        [layer] * integer(config, "num_hidden_layers"),
-        norm="layer",
-        norm_bias=True,
-        norm_eps=1e-5,
+        layer,
+        1e-5,
         tie_embeddings=flag(config, "tie_word_embeddings", True),
         num_learned_positions=integer(config, "max_position_embeddings") + FIRST_ROW,
         position_offset=FIRST_ROW,

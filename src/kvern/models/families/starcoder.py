@@ -9,8 +9,8 @@ from kvern.models.families.common import (
     activation,
     flag,
     integer,
+    layer_norm_decoder,
     number,
-    usual_decoder,
     usual_layer,
 )
 from kvern.models.names import GGUF_NAMES, HF_NAMES
@@ -25,12 +25,10 @@ def describe(config: Config) -> DecoderConfig:
         is_gated=False,
     )
     bias = flag(config, "use_bias", True)
-    return usual_decoder(
+    return layer_norm_decoder(
         config,
-        [layer] * integer(config, "num_hidden_layers"),
-        norm="layer",
-        norm_bias=True,
-        norm_eps=number(config, "norm_epsilon", number(config, "layer_norm_eps", 1e-5)),
+        layer,
+        number(config, "norm_epsilon", number(config, "layer_norm_eps", 1e-5)),
         tie_embeddings=flag(config, "tie_word_embeddings", True),
         qkv_bias=bias,
         output_bias=bias,
