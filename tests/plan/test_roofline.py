@@ -29,7 +29,9 @@ def test_a_decode_step_reads_the_weights_once_and_each_cache_once() -> None:
     weights = 2 * model.parameters.total
     bound = decode_bound(PlanRequest(model), H100, 8, 4096, weights)
     assert bound.kv_bytes == 8 * 4096 * 131_072
-    assert bound.memory_s == (weights + bound.kv_bytes) / 3350e9
+    embedding = 2 * 128_256 * 4096  # a row of it for each request, and the head once
+    assert bound.weight_bytes == weights - embedding + 8 * 2 * 4096
+    assert bound.memory_s == (bound.weight_bytes + bound.kv_bytes) / 3350e9
     # scores and weighted sum: 4 operations per query head, dimension and token
     attention = 4 * 32 * 128 * 4096 * 32
     assert attention_flops(model, 4096) == attention
@@ -71,7 +73,10 @@ def test_experts_are_read_as_far_as_the_batch_chooses_them() -> None:
     assert model.parameters is not None
     everything = 2 * model.parameters.total
     one = read_weight_bytes(model, 1, everything)
-    assert one / 2 == pytest.approx(model.parameters.total - 6 / 8 * _routed(model))
+    embedding = 100 * 64
+    assert one / 2 == pytest.approx(
+        model.parameters.total - 6 / 8 * _routed(model) - 0.99 * embedding
+    )
     assert one < read_weight_bytes(model, 4, everything) < everything
     assert read_weight_bytes(model, 10_000, everything) == pytest.approx(everything, rel=1e-6)
 

@@ -210,16 +210,19 @@ def read_weight_bytes(model: ModelSpec, batch: int, weight_bytes: int) -> int:
     """Weights that a step of `batch` tokens touches: an expert only if some token chose it.
 
     With E experts of which a token uses k, a step of b tokens touches E·(1 - (1 - k/E)^b) of them
-    when choices are even and independent.
+    when choices are even and independent. Of an input embedding that is no head as well, a step
+    reads a row for each token.
     """
     counts, experts = model.parameters, model.experts
-    if counts is None or experts is None or any(x.parameters is None for x in model.layers):
+    if counts is None:
         return weight_bytes
-    routed = sum(x.parameters.experts for x in model.layers if x.parameters is not None)
-    if not routed or not experts.num_experts:
-        return weight_bytes
-    missed = (1 - experts.num_experts_per_token / experts.num_experts) ** batch
-    return int(weight_bytes * (counts.total - routed * missed) / counts.total)
+    untouched = 0.0
+    if counts.lm_head and model.vocab_size:
+        untouched = counts.embedding * max(1 - batch / model.vocab_size, 0)
+    if experts is not None and experts.num_experts and all(x.parameters for x in model.layers):
+        routed = sum(x.parameters.experts for x in model.layers if x.parameters is not None)
+        untouched += routed * (1 - experts.num_experts_per_token / experts.num_experts) ** batch
+    return int(weight_bytes * (counts.total - untouched) / counts.total)
 
 
 def token_flops(model: ModelSpec, context: int) -> float:
