@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from kvern.check.cases_borders import border_cases
 from kvern.check.cases_compute import compute_cases
 from kvern.check.cases_foundation import foundation_cases
 from kvern.check.cases_sharing import sharing_cases
@@ -52,7 +53,7 @@ def check(
     started = time.perf_counter()
     _require_room(llm)
     lab = Lab(llm, options or CheckOptions(), tamper, tampers_last=tampers_last)
-    cases = [*foundation_cases(lab), *_chosen([*compute_cases(lab), *sharing_cases(lab)], only)]
+    cases = [*foundation_cases(lab), *_chosen(_further_cases(lab), only)]
     results: list[CaseResult] = []
     num_diagnosed = 0
     for case in cases:
@@ -86,6 +87,10 @@ def _require_room(llm: LLM) -> None:
             f"the cases take sequences of up to {needed:,} tokens in blocks of {size}, and the "
             f"context is {context:,} tokens: choose a smaller block size or a longer context"
         )
+
+
+def _further_cases(lab: Lab) -> list[Case]:
+    return [*compute_cases(lab), *border_cases(lab), *sharing_cases(lab)]
 
 
 def _chosen(cases: list[Case], only: Iterable[str] | None) -> list[Case]:
