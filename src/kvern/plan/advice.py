@@ -10,6 +10,7 @@ from kvern.plan.request import PlanRequest
 from kvern.plan.result import Plan
 from kvern.plan.weights import WEIGHT_BITS, weight_bits
 from kvern.spec.budget import format_size
+from kvern.spec.codec import parse_kv_format
 from kvern.spec.content import Heads, Latent
 from kvern.spec.layers import ModelSpec
 
@@ -82,7 +83,21 @@ def _replication(request: PlanRequest, model: ModelSpec) -> list[str]:
     return found
 
 
+def not_yet_stored(engine: str, kv_format: str | None, num_layers: int) -> str | None:
+    """A sentence when kvern plans a format that its engine does not store yet; None otherwise."""
+    if engine != "kvern" or kv_format in (None, "auto"):
+        return None
+    if all(codec.is_wide for pair in parse_kv_format(kv_format, num_layers) for codec in pair):
+        return None
+    return (
+        f"kvern's engine stores fp32, fp16 and bf16 today: {kv_format} can be planned, not yet run"
+    )
+
+
 def _formats(request: PlanRequest) -> list[str]:
+    stored = not_yet_stored(request.engine.lower(), request.kv_format, request.model.num_layers)
+    if stored is not None:
+        return [stored]
     if request.weights_format is None or request.kv_format not in (None, "auto"):
         return []
     name = request.weights_format.lower()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from textwrap import wrap
 
+from kvern.plan.advice import not_yet_stored
 from kvern.plan.explain import Matrix, explained, formatted_model, matrix_for, shown_format
 from kvern.plan.lengths import Concurrency, Lengths, Utilisation
 from kvern.plan.need import Option
@@ -363,4 +364,10 @@ def option_lines(options: Sequence[Option], need: str, limit: int = 12) -> list[
     ]
     if len(options) > limit:
         lines.append(f"  and {len(options) - limit} larger ones")
+    notes = {
+        not_yet_stored(o.plan.engine, o.kv_format, o.plan.request.model.num_layers)
+        for o in options[:limit]
+    } - {None}
+    if notes:
+        lines += ["", *(f"  - {note}" for note in sorted(map(str, notes)))]
     return lines
