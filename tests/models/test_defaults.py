@@ -11,8 +11,11 @@ from tests.models.cases import CASES
 from tests.models.harness import SavedModels
 from tests.models.test_spellings import comparable
 
+from kvern.errors import ModelError
+from kvern.models.caches import require_same_caches
 from kvern.models.config import DecoderConfig
 from kvern.models.families import family_of
+from kvern.spec.configs import load_model_spec
 
 Config = dict[str, Any]
 FIELDS = (
@@ -101,3 +104,24 @@ def test_the_text_part_of_gemma_3_states_only_what_differs() -> None:
     assert (layer.num_heads, layer.num_kv_heads, layer.key_dim) == (8, 4, 256)
     assert (layer.scale, layer.window, decoder.layers[5].window) == (256**-0.5, 1024, None)
     assert (decoder.vocab_size, decoder.tie_embeddings) == (262_208, True)
+
+
+def test_gemma_4_of_more_than_ten_layers_as_transformers_saves_it() -> None:
+    """Layer numbers of ``per_layer_config`` are padded with zeros; without layer_types the last is full."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Gemma4TextConfig(
+        num_hidden_layers=14, attention_k_eq_v=True, num_global_key_value_heads=2
+    ).to_dict()
+    config["architectures"] = ["Gemma4ForCausalLM"]
+    assert "05" in config["per_layer_config"]
+    layers = family_of(config).describe(config).layers
+    assert (layers[5].key_dim, layers[5].num_kv_heads) == (512, 2)
+    assert (layers[4].key_dim, layers[4].num_kv_heads) == (256, 4)
+    untyped = {name: value for name, value in config.items() if name != "layer_types"}
+    assert family_of(config).describe(untyped).layers == layers
+    require_same_caches(family_of(config).describe(config), load_model_spec(config))
+    config["per_layer_config"]["11"] = {"head_dim": 128}
+    with pytest.raises(ModelError, match="different things of full layers"):
+        load_model_spec(config)
+    with pytest.raises(ModelError, match="different things of full layers"):
+        family_of(config).describe(config)

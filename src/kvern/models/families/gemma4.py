@@ -31,16 +31,17 @@ ROPE_DEFAULTS = {
 }
 
 
-def _full_heads(
-    config: Config, kinds: list[str], usual: LayerConfig, shares_keys: bool
-) -> tuple[int, int]:
+def _full_heads(config: Config, usual: LayerConfig, shares_keys: bool) -> tuple[int, int]:
     """Width and number of the KV heads of full layers.
 
-    transformers saves them as ``per_layer_config``: layer number to the fields that differ there.
+    transformers saves them as ``per_layer_config``: layer number to the fields that differ there,
+    the same for all full layers.
     """
     saved = config.get("per_layer_config")
-    if saved is not None and FULL in kinds:
-        own = saved.get(str(kinds.index(FULL)), {})
+    if saved is not None:
+        own: Config = next(iter(saved.values()), {})
+        if any(fields != own for fields in saved.values()):
+            raise UnsupportedModelError("per_layer_config says different things of full layers")
         return (
             optional_integer(own, "head_dim", usual.key_dim),
             optional_integer(own, "num_key_value_heads", usual.num_kv_heads),
@@ -51,7 +52,7 @@ def _full_heads(
     return optional_integer(config, "global_head_dim", 512), heads
 
 
-def _layers_by_kind(config: Config, kinds: list[str]) -> dict[str, LayerConfig]:
+def _layers_by_kind(config: Config) -> dict[str, LayerConfig]:
     """A window layer and a full layer, whose heads may be wider and fewer."""
     fields = {**config, "rope_parameters": config.get("rope_parameters") or ROPE_DEFAULTS}
     usual = usual_layer(
@@ -63,7 +64,7 @@ def _layers_by_kind(config: Config, kinds: list[str]) -> dict[str, LayerConfig]:
         rope=None,
     )
     shares_keys = flag(config, "attention_k_eq_v")
-    head_dim, kv_heads = _full_heads(config, kinds, usual, shares_keys)
+    head_dim, kv_heads = _full_heads(config, usual, shares_keys)
     return {
         SLIDING: replace(
             usual,
@@ -102,8 +103,9 @@ def describe(config: Config) -> DecoderConfig:
             "so nothing can be cached"
         )
     count = integer(config, "num_hidden_layers")
-    kinds = layer_kinds(config, KINDS, [SLIDING if (i + 1) % 6 else FULL for i in range(count)])
-    by_kind, layers = _layers_by_kind(config, kinds), []
+    usual = [SLIDING if (i + 1) % 6 else FULL for i in range(count - 1)]
+    kinds = layer_kinds(config, KINDS, [*usual, FULL])
+    by_kind, layers = _layers_by_kind(config), []
     experts = _experts(config) if flag(config, "enable_moe_block") else None
     first_shared = count - int(config.get("num_kv_shared_layers") or 0)
     for index, kind in enumerate(kinds):

@@ -81,6 +81,8 @@ def _gemma4_full(config: Config) -> Caches:
     if config.get("per_layer_config") is not None:
         own = config.table("per_layer_config")
         first = own.table(*own.values) if own.values else own
+        if any(entry != first.values for entry in own.values.values()):
+            config.refuse("per_layer_config says different things of full layers")
         return heads(Config({**values, **first.values}, config.source), All())
     values["head_dim"] = config.integer("global_head_dim", default=512)
     kv_heads = config.optional_integer("num_global_key_value_heads")
@@ -211,7 +213,7 @@ DENSE_FAMILIES: tuple[Family, ...] = (
         "gemma3",
     ),
     *variants(
-        Family("gemma3n_text", full_every(5), share=share_with_last_of_kind),
+        Family("gemma3n_text", full_every(5), share=share_with_last_of_kind, ties_embeddings=True),
         "gemma3n_text",
         "gemma3n",
     ),
@@ -221,6 +223,7 @@ DENSE_FAMILIES: tuple[Family, ...] = (
             _gemma4_kinds,
             {FULL: _gemma4_full, SLIDING: HEADS_BY_KIND[SLIDING]},
             share=share_with_last_of_kind,
+            ties_embeddings=True,
         ),
         "gemma4_text",
         "gemma4",
