@@ -89,9 +89,9 @@ class Lab:
     @property
     def has_quantised_products(self) -> bool:
         """Whether matrix products round activations (integer dot products on stored weights)."""
-        return (
-            self.llm.model.backend.name == "native" and self.llm.settings.weights_format == "auto"
-        )
+        weights = self.llm.model.weights
+        is_integer = weights.backend.name == "native" and weights.weights_format == "auto"
+        return is_integer and weights.is_quantised
 
     @property
     def block_size(self) -> int:

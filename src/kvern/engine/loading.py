@@ -30,6 +30,7 @@ from kvern.store.pool import PagedStore
 from kvern.text import Tokenizer
 
 FINGERPRINT_SAMPLE_BYTES = 4096
+WIDE_TYPES = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class LoadedWeights:
     Attributes:
         fingerprint: which weights these are, as text; see `fingerprint`.
         nbytes: bytes of all tensors as stored in the file.
+        is_quantised: some are stored in fewer than 16 bits, so that products round activations.
     """
 
     path: Path
@@ -49,6 +51,7 @@ class LoadedWeights:
     tokenizer: Tokenizer | None
     fingerprint: str
     nbytes: int
+    is_quantised: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +168,7 @@ def _load_weights(model: str | Path, settings: EngineSettings) -> LoadedWeights:
         tokenizer=_tokenizer(path, header),
         fingerprint=fingerprint(source),
         nbytes=source.nbytes,
+        is_quantised=any(t.type not in WIDE_TYPES for t in source.tensors.values()),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,6 +73,8 @@ class Experts:
         """Args: config: how to choose and to weigh."""
         self.config = config
         self.weights = weights
+        self.on_margin: Callable[[F32], None] | None = None
+        """Told each step's margins ``[T]``, for whoever must know how near a tie the choices were."""
 
     def run(self, backend: Backend, x: F32, out: F32, views: LayerBuffers, residual: F32) -> None:
         """``out [T, hidden]`` for ``x``: contributions in expert order, then the shared expert."""
@@ -79,7 +82,10 @@ class Experts:
 
     def apply(self, backend: Backend, x: F32, router_input: F32, out: F32) -> None:
         """As `run`, with another input for the router."""
-        chosen, weights = self.route(self._router_logits(backend, router_input))
+        logits = self._router_logits(backend, router_input)
+        if self.on_margin is not None:
+            self.on_margin(self.margin(logits))
+        chosen, weights = self.route(logits)
         out[...] = 0
         for expert in np.unique(chosen):
             rows, slots = np.nonzero(chosen == expert)
