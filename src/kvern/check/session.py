@@ -216,6 +216,7 @@ class Session:
                 counters.computed_tokens,
                 counters.computed_prompt_tokens
                 + counters.computed_generated_tokens
+                + counters.regime_recomputed_tokens
                 + counters.recomputed_tokens
                 + counters.uncached_recomputed_tokens,
             ),
