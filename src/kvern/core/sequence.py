@@ -50,7 +50,7 @@ class Request:
         cache_salt: only requests with the same salt share blocks.
         adapter: name and version of the adapter, part of every hash.
         position_regime: how positions become rotations, where a request can change it.
-        media: content behind placeholder tokens, ordered by start.
+        media: content that token ids do not give, ordered by start.
         needs_all_logits: logits of every prompt position are wanted, so no hit is taken.
         ignore_cache: take no hit, for comparisons; blocks are stored as usual.
         sampling: for the executor; the bookkeeping does not look inside.

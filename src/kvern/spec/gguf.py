@@ -271,7 +271,10 @@ class _Reader:
         """A 64-bit count of things that take at least `min_bytes` each."""
         count: int = self.number(_U64)
         if count * min_bytes > self.size - self.position:
-            self.refuse(f"{count:,} {what} cannot lie in the {self.size:,} bytes of the file")
+            self.refuse(
+                f"{count:,} {what} cannot lie in the {self.size:,} bytes of the file: "
+                "it is truncated or damaged, fetch it again"
+            )
         return count
 
     def string(self, what: str) -> str:
@@ -365,5 +368,5 @@ class _Reader:
         except (struct.error, OverflowError):
             position = size + 1
         if position > size:
-            self.refuse(f"an array of {count:,} strings runs past the file's end: it is truncated")
+            self.refuse(f"an array of {count:,} strings runs past the file's end: fetch it again")
         self.position = position
