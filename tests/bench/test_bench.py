@@ -14,14 +14,15 @@ from kvern.bench import charts
 from kvern.bench.html import html_report
 from kvern.bench.png import write_png
 from kvern.bench.results import SPREAD_FIELDS
-from kvern.bench.session import BenchOptions, warnings_of
+from kvern.bench.session import BenchOptions, run_bench, warnings_of
 from kvern.bench.text import text_report
+from kvern.bench.worker import Worker
 from kvern.cli.main import main
 from kvern.errors import UsageError
 
 TOP = {
-    "schema", "kvern", "date", "quick", "machine", "model", "runs", "limits", "engines", "absent",
-    "left_out", "warnings", "items", "kernels", "cold_start",
+    "schema", "is_complete", "kvern", "date", "quick", "machine", "model", "runs", "limits", "engines",
+    "absent", "left_out", "warnings", "items", "kernels", "cold_start",
 }  # fmt: skip
 
 
@@ -190,6 +191,44 @@ def test_cold_start(
     without_tokenizer = bench("--model", str(tiny_model), "--cases", "start")
     assert "error" in without_tokenizer["cold_start"]
     assert "start: not measured" in text_report(without_tokenizer)
+
+
+def test_a_run_that_is_cut_short_keeps_what_it_measured(
+    bench: Callable[..., dict[str, Any]],
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "bench.json"
+    arguments = ("--model", str(tiny_model), "--threads", "1", "--out", str(out))
+    whole = Worker.ask
+
+    def until_d(worker: Worker, verb: str, args: dict[str, Any]) -> Any:
+        if args.get("item") == "d":
+            raise KeyboardInterrupt
+        return whole(worker, verb, args)
+
+    monkeypatch.setattr(Worker, "ask", until_d)
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(
+            BenchOptions(str(tiny_model), ("a", "d"), threads=1, runs=1, quick=True),
+            keep=lambda document: out.write_text(json.dumps(document)) and None,
+        )
+    monkeypatch.undo()
+    short = json.loads(out.read_text())
+    assert [item["key"] for item in short["items"]] == ["a"] and not short["is_complete"]
+    assert text_report(short)
+    document = bench(*arguments, "--cases", "a,d", "--resume")
+    assert document["is_complete"] and document == json.loads(out.read_text())
+    assert document["items"][0] == short["items"][0]
+    assert [item["key"] for item in document["items"]] == ["a", "d"]
+    assert "has runs 1, this one 2" in refused(
+        capsys, *arguments, "--quick", "--runs", "2", "--resume"
+    )
+    assert "name it with --out" in refused(capsys, "--resume")
+    out.write_text("{")
+    assert "is no document of kvern bench" in refused(capsys, *arguments, "--quick", "--resume")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

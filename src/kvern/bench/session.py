@@ -19,7 +19,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,9 @@ BUSY_SHARE = 0.5
 Progress = Callable[[str], None]
 """Told in a few words what is measured now."""
 
+Keep = Callable[[dict[str, Any]], None]
+"""Given the document as far as it is known, after each item."""
+
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
@@ -71,6 +74,7 @@ class BenchOptions:
         against: names from `kvern.bench.peers.PEERS`.
         peers_dir: where those are installed.
         engine: further `EngineSettings` of our own engines.
+        done: an earlier document of the same work that was cut short; its items are kept, not measured anew.
     """
 
     model: str
@@ -82,6 +86,7 @@ class BenchOptions:
     against: tuple[str, ...] = ()
     peers_dir: Path = Path()
     engine: dict[str, Any] = field(default_factory=dict)
+    done: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """Check.
@@ -98,8 +103,18 @@ class BenchOptions:
             raise UsageError(f"the number of threads is {self.threads}: give at least 1")
 
 
-def run_bench(options: BenchOptions, progress: Progress = lambda _: None) -> dict[str, Any]:
+def run_bench(
+    options: BenchOptions,
+    progress: Progress = lambda _: None,
+    keep: Keep = lambda _: None,
+) -> dict[str, Any]:
     """Measure everything that was asked for.
+
+    Args:
+        options: what to measure.
+        progress: told what is measured now.
+        keep: given the document after each item, with what is known by then, so that a run that is cut
+            short has lost nothing. Its `is_complete` is false, and its limits are those of the start.
 
     Returns:
         The document that ``kvern bench --json`` prints; docs/performance.md describes it.
@@ -112,31 +127,71 @@ def run_bench(options: BenchOptions, progress: Progress = lambda _: None) -> dic
     items, left_out = split_fitting(items_of(options.cases, options.quick), spec.max_model_len)
     if not items and not set(OTHER_CASES) & set(options.cases):
         raise UsageError(f"nothing to measure: {'; '.join(left_out)}")
+    model = {"name": options.model, "file": path.name, "bytes": _bytes_of(path)}
+    earlier = _earlier(options, model)
+    items = [item for item in items if item.key not in {done["key"] for done in earlier["items"]}]
     machine = machine_document(options.threads)
-    start = _cold_start(options, path, progress) if START_CASE in options.cases else None
+    start = earlier["cold_start"]
+    if start is None and START_CASE in options.cases:
+        start = _cold_start(options, path, progress)
     peers, absent = find_peers(options.against, options.peers_dir, options.model, path)
     engines = [*_own_engines(options, path), *peers]
+    frame = {
+        "schema": SCHEMA_VERSION,
+        "kvern": kvern.__version__,
+        "quick": options.quick,
+        "machine": machine,
+        "model": model,
+        "runs": options.runs,
+        "left_out": left_out,
+        "warnings": warnings_of(machine),
+        "cold_start": start,
+    }
     with contextlib.ExitStack() as stack:
         session = _Session(options, items, _vocab_size(spec), progress)
         session.start(engines, stack)
-        limits, results, kernels = session.measure()
-    return {
+
+        def document(
+            limits: Limits, results: list[Any], kernels: list[Any], is_complete: bool
+        ) -> dict[str, Any]:
+            return {
+                **frame,
+                "is_complete": is_complete,
+                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "limits": limits.document(),
+                "engines": list(session.described.values()),
+                "absent": [asdict(a) for a in [*absent, *session.failed]],
+                "items": [*earlier["items"], *results],
+                "kernels": kernels or earlier["kernels"],
+            }
+
+        measured = session.measure(lambda limits, items: keep(document(limits, items, [], False)))
+        return document(*measured, True)
+
+
+def _earlier(options: BenchOptions, model: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier run of the same work has left.
+
+    Raises:
+        UsageError: it was other work, so that the two cannot stand in one table.
+    """
+    done = options.done
+    if done is None:
+        return {"items": [], "kernels": [], "cold_start": None}
+    wanted = {
         "schema": SCHEMA_VERSION,
         "kvern": kvern.__version__,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "quick": options.quick,
-        "machine": machine,
-        "model": {"name": options.model, "file": path.name, "bytes": _bytes_of(path)},
+        "model": model,
         "runs": options.runs,
-        "limits": limits.document(),
-        "engines": [session.described[e.label] for e in engines if e.label in session.described],
-        "absent": [{"name": a.name, "reason": a.reason} for a in [*absent, *session.failed]],
-        "left_out": left_out,
-        "warnings": warnings_of(machine),
-        "items": results,
-        "kernels": kernels,
-        "cold_start": start,
+        "quick": options.quick,
     }
+    for name, value in wanted.items():
+        if done.get(name) != value:
+            raise UsageError(
+                f"the run to go on with has {name} {done.get(name)}, this one {value}: "
+                "repeat its options, or name another file with --out"
+            )
+    return done
 
 
 def machine_document(threads: int) -> dict[str, Any]:
@@ -265,7 +320,9 @@ class _Session:
             **engine.options,
         }
 
-    def measure(self) -> tuple[Limits, list[dict[str, Any]], list[dict[str, Any]]]:
+    def measure(
+        self, keep: Callable[[Limits, list[dict[str, Any]]], None]
+    ) -> tuple[Limits, list[dict[str, Any]], list[dict[str, Any]]]:
         """The machine's limits, taken before and after all items; the items; attention alone."""
         ours = self.workers[self.engines[0].label]
         self.progress("the machine's limits")
@@ -275,6 +332,7 @@ class _Session:
         for item in self.items:
             runs, errors = self._runs(item)
             measured.append((item, runs, errors, self._profiles(item, limits)))
+            keep(limits, [item_document(*entry, self.engines, limits) for entry in measured])
         kernels = self._kernels(ours, limits) if KERNEL_CASE in self.options.cases else []
         self.progress("the machine's limits again")
         limits = best_of(limits, Limits(**ours.ask("limits", args)))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from kvern.catalog import DEFAULT_MODEL, StderrProgress, resolve
 from kvern.cli.output import print_json
+from kvern.errors import UsageError
 
 ALL_CASES = "a,b,c,d,e,e2,sweep,attend,start"
 CASES_HELP = """\
@@ -77,6 +79,17 @@ def add_parser(subparsers: Any) -> None:
         help="where benchmarks/peers/setup.sh put them (default: $KVERN_PEERS, or the cache folder)",
     )
     group = parser.add_argument_group("output")
+    group.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the JSON document here, anew after each item: a run that is cut short loses nothing",
+    )
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep what --out FILE holds of an earlier run, and measure what it lacks",
+    )
     group.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts")
     group.add_argument(
         "--png", type=Path, metavar="FILE", help="write a picture (needs matplotlib)"
@@ -114,8 +127,10 @@ def run(args: argparse.Namespace) -> int:
         against=_names(args.against),
         peers_dir=args.peers_dir or default_peers_dir(),
         engine=_engine_options(args),
+        done=_earlier(args),
     )
-    document = run_bench(options, _progress)
+    document = run_bench(options, _progress, lambda document: _keep(args.out, document))
+    _keep(args.out, document)
     if args.html:
         args.html.write_text(html_report(document), encoding="utf-8")
     if args.png:
@@ -125,6 +140,30 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(text_report(document))
     return 0
+
+
+def _earlier(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The document to go on with; None when there is none yet."""
+    if not args.resume:
+        return None
+    if args.out is None:
+        raise UsageError("--resume goes on with a file: name it with --out FILE")
+    try:
+        document: dict[str, Any] = json.loads(args.out.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise UsageError(f"{args.out} is no document of kvern bench: {error}") from error
+    return document
+
+
+def _keep(path: Path | None, document: dict[str, Any]) -> None:
+    """Replaces the file in one piece."""
+    if path is None:
+        return
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    part.replace(path)
 
 
 def _names(text: str) -> tuple[str, ...]:
