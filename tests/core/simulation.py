@@ -45,10 +45,12 @@ PRIME = (1 << 61) - 1
 VOCABULARY = 5
 NOTHING = -1
 
+from kvern.spec.regimes import PositionRegimes
 
 def full(block_size=4):
     return group(All(), block_size)
 
+NEVER = 1 << 60
 
 def window(size, block_size=4, sinks=0):
     return group(Window(size, sinks), block_size)
@@ -108,18 +110,24 @@ def candidates(value: int, count: int) -> list[TokenChoice]:
 
 
 def right_answer(
-    request: Request, max_tokens: int, sample_index: int = 0, border: int | None = None
+    request: Request,
+    max_tokens: int,
+    sample_index: int = 0,
+    border: int | None = None,
+    step: int | None = None,
 ) -> list[int]:
     tokens, answer = [int(token) for token in request.prompt], []
-    regime = int(border is not None and len(tokens) > border)
+    regimes = PositionRegimes(NEVER if border is None else border, step)
+    regime = regimes.of(len(tokens))
     value = prefix_fingerprints(request, tokens, regime)[-1]
     while len(answer) < max_tokens:
         token = choose(value, sample_index).token_id
         answer.append(token)
         if token in request.stop_token_ids:
             break
-        if len(tokens) + len(answer) - 1 == border:
-            value = prefix_fingerprints(request, [*tokens, *answer], 1)[-1]
+        before, regime = regime, regimes.of(len(tokens) + len(answer))
+        if regime != before:
+            value = prefix_fingerprints(request, [*tokens, *answer], regime)[-1]
         else:
             value = step_fingerprint(value, token)
     return answer
@@ -154,6 +162,9 @@ class PretendExecutor:
         return StepResult(plan.step, samples)
 
     def _apply(self, op):
+        for _ in range(2):  # a step can be repeated: nothing that it reads is written over
+            for piece in plan.chunks:
+                self._append_narrow(piece)
         rule = self.scheduler.state.rules[op.group]
         if isinstance(op, Zero):
             assert rule.is_state
@@ -231,24 +242,21 @@ class PretendExecutor:
             )
 
     def _check_regime(self, piece):
-        """Nothing is computed beyond the border in the short regime; logits are of their own one."""
-        border = self.scheduler.config.regime_border
+        """Nothing is computed beyond the lengths of a regime; logits are of their own one."""
+        regimes = self.scheduler.config.regimes or PositionRegimes(NEVER)
         start, end = piece.start, piece.start + piece.length
-        assert border is not None or piece.seq.regime == 0
-        if border is not None and piece.seq.regime == 0:
-            assert end <= border
+        assert regimes.of(end) <= piece.seq.regime
         if piece.logits == "all":
-            if border is not None and piece.seq.regime:
-                assert start >= border
+            assert regimes.of(start + 1) == piece.seq.regime
             rows = self.all_logits.setdefault(piece.seq.request.request_id, {})
             for position in range(start, end):
                 rows[position] = piece.seq.regime
 
     def _sample(self, piece):
         seq = piece.seq
-        border = self.scheduler.config.regime_border
+        regimes = self.scheduler.config.regimes or PositionRegimes(NEVER)
         assert piece.start + piece.length == seq.num_tokens
-        assert seq.regime == int(border is not None and seq.num_tokens > border)
+        assert seq.regime == regimes.of(seq.num_tokens)
         value = self.fingerprints(seq)[-1]
         if seq.request.beam_width:
             return candidates(value, piece.num_samples)
@@ -345,7 +353,8 @@ class Simulation:
         self.run()
         if not request.beam_width:
             for index in range(request.n):
-                border = self.scheduler.config.regime_border
-                want = right_answer(request, max_tokens, index, border)
+                config = self.scheduler.config
+                border, step = config.regime_border, config.regime_step
+                want = right_answer(request, max_tokens, index, border, step)
                 assert self.answers.get((name, index), []) == want
         return self.finished[name]

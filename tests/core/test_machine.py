@@ -52,11 +52,12 @@ class Traffic(RuleBasedStateMachine):
         border=st.sampled_from([None, None, None, 1, 7, 12, 16, 21]),
     )
     def begin(self, groups, num_blocks, max_num_seqs, budget, max_chunk, patience, replacement,
-              hash_bits, caching, no_cache, interval, border):  # fmt: skip
+              hash_bits, caching, no_cache, interval, border, step):  # fmt: skip
         self.sim = Simulation(
             GROUPS[groups](),
             num_blocks,
             max_num_seqs=max_num_seqs,
+        step=st.sampled_from([None, None, 1, 3]),
             max_num_batched_tokens=budget,
             max_chunk_tokens=max_chunk,
             max_head_of_line_wait_steps=patience,
@@ -73,6 +74,7 @@ class Traffic(RuleBasedStateMachine):
         self.count = 0
 
     @rule(
+            regime_step=None if border is None else step,
         prefix=st.sampled_from(PREFIXES),
         rest=st.lists(st.integers(0, 4), min_size=1, max_size=12),
         max_tokens=st.integers(1, 10),
@@ -183,12 +185,12 @@ class Traffic(RuleBasedStateMachine):
     def check_logits(self, name, request):
         """A scored prompt has logits at every position, each of its own regime."""
         rows = self.sim.executor.all_logits.get(name, {})
-        border = self.sim.scheduler.config.regime_border
+        regimes = self.sim.scheduler.config.regimes
         count = len(request.prompt)
-        if border is None:
+        if regimes is None:
             assert not any(rows.values())
         else:
-            assert all(regime == int(place >= border) for place, regime in rows.items())
+            assert all(regime == regimes.of(place + 1) for place, regime in rows.items())
         if request.needs_all_logits and not any(other == name for other, _ in self.closed):
             assert sorted(rows) == list(range(count))
 
@@ -196,8 +198,9 @@ class Traffic(RuleBasedStateMachine):
         if request.beam_width:
             return
         for index in range(request.n):
-            border = self.sim.scheduler.config.regime_border
-            want = right_answer(request, request.max_tokens, index, border)
+            config = self.sim.scheduler.config
+            border, step = config.regime_border, config.regime_step
+            want = right_answer(request, request.max_tokens, index, border, step)
             got = self.sim.answers.get((name, index), [])
             if (name, None) in self.closed or (name, index) in self.closed:
                 assert got == want[: len(got)]
@@ -205,7 +208,7 @@ class Traffic(RuleBasedStateMachine):
                 assert got == want
 
 
-Traffic.TestCase.settings = settings(max_examples=90, stateful_step_count=30)
+Traffic.TestCase.settings = settings(max_examples=160, stateful_step_count=30)
 TestTraffic = Traffic.TestCase
 
 

@@ -252,8 +252,8 @@ def _provider(state: SchedulerState, seq: Sequence, found: Match) -> tuple[Seque
     for other in state.running:
         if other.num_tokens - other.num_computed_tokens <= 1 or other.book.root != seq.book.root:
             continue
-        if other.request.priority > seq.request.priority:
-            continue  # it may itself have to wait for long
+        if other.book.is_private or other.request.priority > seq.request.priority:
+            continue  # it publishes nothing, or may itself have to wait for long
         length = _common_spans(state, seq, other) * state.index.span
         if length <= found.num_tokens:
             continue

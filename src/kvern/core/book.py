@@ -92,6 +92,7 @@ class SequenceBook:
         beam_delivered: the beam has handed in its candidates for this round.
     """
 
+        is_private: nothing of it is published; see `kvern.core.regimes`.
     rank: Rank
     record: RequestRecord
     hashes: SpanHashes
@@ -114,6 +115,7 @@ class SequenceBook:
     beam_delivered: bool = False
 
 
+    is_private: bool = False
 @dataclass(slots=True, eq=False)
 class BeamHypothesis:
     """A finished beam."""

@@ -179,7 +179,7 @@ def fork_sample(state: SchedulerState, parent: Sequence, sample_index: int) -> S
     child.logprob = parent.logprob
     state.index.tree.refs[book.root] += 2  # its root and, so far, its last node
     child.book.high_water, child.book.short_water = book.high_water, book.short_water
-    child.regime = parent.regime
+    child.regime, child.book.is_private = parent.regime, book.is_private
     record.live.append(child)
     seats = min(state.config.max_num_seqs, state.config.max_num_batched_tokens)
     if parent.book.is_running and len(state.running) < seats and not state.config.no_cache:

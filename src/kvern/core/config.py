@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvern.errors import UsageError
+from kvern.spec.regimes import PositionRegimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +24,9 @@ class SchedulerConfig:
             up those behind it. Afterwards they pass it; after `STARVATION_FACTOR` times as many
             steps, running sequences of lower rank are preempted for it, one per step, if that
             can make it fit.
-        regime_border: tokens up to which positions are in the short regime; None: there is only
+        regime_border: tokens up to which positions are in the first regime; None: there is only
             one. See `kvern.core.regimes`.
+        regime_step: lengths that each later regime holds; None: one holds them all.
         state_checkpoint_tokens: states are kept at multiples of this length, at the end of the
             prompt and when a sequence stops; 0: only when it stops.
         max_state_checkpoint_bytes: budget of kept states; None: a quarter of the pool,
@@ -45,6 +47,7 @@ class SchedulerConfig:
     replacement: str = "lru"
     max_head_of_line_wait_steps: int = 8
     regime_border: int | None = None
+    regime_step: int | None = None
     state_checkpoint_tokens: int = 256
     max_state_checkpoint_bytes: int | None = None
     hash_bits: int = 128
@@ -64,10 +67,21 @@ class SchedulerConfig:
             raise UsageError(f"max_model_len is {self.max_model_len}; give at least 2")
         if self.regime_border is not None and self.regime_border < 1:
             raise UsageError(f"regime_border is {self.regime_border}; give at least 1")
+        if self.regime_step is not None and (self.regime_step < 1 or self.regime_border is None):
+            raise UsageError(
+                f"regime_step is {self.regime_step}; give at least 1, and a regime_border"
+            )
         if self.max_head_of_line_wait_steps < 0 or self.state_checkpoint_tokens < 0:
             raise UsageError("waiting steps and checkpoint intervals must not be negative")
         if not 1 <= self.hash_bits <= 128:
             raise UsageError(f"hash_bits is {self.hash_bits}; it must lie within 1 and 128")
+
+    @property
+    def regimes(self) -> PositionRegimes | None:
+        """Which lengths share a position regime; None where all do."""
+        if self.regime_border is None:
+            return None
+        return PositionRegimes(self.regime_border, self.regime_step)
 
     @property
     def shares(self) -> bool:

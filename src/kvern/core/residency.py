@@ -236,7 +236,7 @@ class Residency:
             num_spans = seq.num_computed_tokens // self.span
             if num_spans == book.num_sealed:
                 continue
-            if not self.shares:
+            if not self.shares or book.is_private:
                 book.num_sealed = num_spans
             elif num_spans == book.num_sealed + 1 and not seq.request.media:
                 single.append(seq)
@@ -270,7 +270,7 @@ class Residency:
         book.next_checkpoint = self._next_checkpoint(seq, length)
 
     def _next_checkpoint(self, seq: Sequence, length: int) -> int:
-        if not self._interval:
+        if not self._interval or seq.book.is_private:
             return NEVER
         if self.wants_checkpoint(seq):
             return length
@@ -285,7 +285,7 @@ class Residency:
     def wants_checkpoint(self, seq: Sequence) -> bool:
         """Whether the state at the sequence's present length is to be kept."""
         length = seq.num_computed_tokens
-        if not self._interval or length == 0 or length % self.span:
+        if not self._interval or seq.book.is_private or length == 0 or length % self.span:
             return False
         if length == seq.book.checkpointed or seq.book.num_sealed * self.span != length:
             return False
@@ -336,7 +336,8 @@ class Residency:
         """
         book = seq.book
         node = 0
-        if keep and self.shares and seq.num_computed_tokens and book.tail is None:
+        is_published = keep and self.shares and not book.is_private
+        if is_published and seq.num_computed_tokens and book.tail is None:
             node = self._publish_leaf(seq)
         if book.tail is not None:
             for rule, sources in zip(self.rules, book.tail.blocks, strict=True):

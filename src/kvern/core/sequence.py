@@ -169,7 +169,9 @@ class Sequence:
         num_computed_tokens: leading tokens whose keys and values (or state) are in the cache.
         tables: one per KV group.
         logprob: sum of the log-probabilities of the generated tokens.
-        regime: the position regime of its keys: 0, or 1 once it is longer than `regime_border`.
+        regime: the position regime of its keys: 0 up to `regime_border` tokens; see `kvern.spec.regimes`.
+        seat: its place among the running sequences, which is the place of its open blocks in narrow
+            formats; -1 while it waits.
     """
 
     __slots__ = (

@@ -103,7 +103,7 @@ class SchedulerState:
         config = self.config
         name = request.position_regime
         if config.regime_border is not None:
-            name = f"{name}/long" if regime else f"{name}/short"
+            name = f"{name}/{regime}"
         sizes = ",".join(str(rule.block_size) for rule in self.rules)
         return CacheKey(
             model=config.model,
