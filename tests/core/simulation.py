@@ -4,6 +4,10 @@ A slot holds the fingerprint of the whole prefix up to its token (as keys and va
 of it), so a wrong block, a stale slot, a foreign tenant's content or a changed sealed block is seen
 at the first query that needs it. Answers are a function of the prefix alone, so every request has
 one right answer whatever else runs.
+
+A narrow group is treated as a mixed one: one layer as computed in the pool, another with open blocks
+per seat and sealed blocks in the pool. Its queries must find their own block as computed and every
+earlier one sealed.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from kvern.core.clock import ManualClock
 from kvern.core.config import SchedulerConfig
 from kvern.core.plan import (
     Copy,
+    CopyOpen,
     RequestFinished,
     RequestStarted,
     SampleFinished,
@@ -40,24 +45,24 @@ from kvern.spec import (
     StatePart,
     Window,
 )
+from kvern.spec.regimes import PositionRegimes
 
 PRIME = (1 << 61) - 1
 VOCABULARY = 5
 NOTHING = -1
-
-from kvern.spec.regimes import PositionRegimes
-
-def full(block_size=4):
-    return group(All(), block_size)
-
 NEVER = 1 << 60
 
-def window(size, block_size=4, sinks=0):
-    return group(Window(size, sinks), block_size)
+
+def full(block_size=4, kv_format="bf16"):
+    return group(All(), block_size, kv_format)
 
 
-def chunk(size, block_size=4):
-    return group(Chunk(size), block_size)
+def window(size, block_size=4, sinks=0, kv_format="bf16"):
+    return group(Window(size, sinks), block_size, kv_format)
+
+
+def chunk(size, block_size=4, kv_format="bf16"):
+    return group(Chunk(size), block_size, kv_format)
 
 
 def state(pages=1):
@@ -141,6 +146,10 @@ class PretendExecutor:
         num_blocks = scheduler.kv_plan.num_blocks
         largest = max(g.block_size for g in scheduler.kv_plan.groups)
         self.slots = np.full((num_blocks, largest), NOTHING, np.int64)
+        self.sealed = np.full((num_blocks, largest), NOTHING, np.int64)
+        self.open = np.full(
+            (len(scheduler.state.rules), scheduler.config.max_num_seqs, largest), NOTHING, np.int64
+        )
         self.states: dict[int, tuple[int, int]] = {}
         self.check_writes = check_writes
         self.num_tokens = 0
@@ -153,6 +162,9 @@ class PretendExecutor:
         # all queries of a step see the keys of that step, so write first, then look
         for piece in plan.chunks:
             self._write(piece)
+        for _ in range(2):  # a step can be repeated: nothing that it reads is written over
+            for piece in plan.chunks:
+                self._append_narrow(piece)
         samples = []
         for piece in plan.chunks:
             self._look(piece)
@@ -162,13 +174,17 @@ class PretendExecutor:
         return StepResult(plan.step, samples)
 
     def _apply(self, op):
-        for _ in range(2):  # a step can be repeated: nothing that it reads is written over
-            for piece in plan.chunks:
-                self._append_narrow(piece)
         rule = self.scheduler.state.rules[op.group]
         if isinstance(op, Zero):
             assert rule.is_state
             self.states[op.block] = (0, NOTHING)
+        elif isinstance(op, CopyOpen):
+            assert rule.is_narrow
+            assert 0 < op.num_tokens < rule.block_size
+            assert op.src_seat != op.dst_seat
+            self.open[op.group, op.dst_seat, : op.num_tokens] = self.open[
+                op.group, op.src_seat, : op.num_tokens
+            ]
         elif isinstance(op, Copy):
             assert op.src != op.dst
             assert op.dst != 0
@@ -178,6 +194,8 @@ class PretendExecutor:
             else:
                 assert 0 < op.num_tokens <= rule.block_size
                 self.slots[op.dst, : op.num_tokens] = self.slots[op.src, : op.num_tokens]
+                if op.num_tokens == rule.block_size:
+                    self.sealed[op.dst] = self.sealed[op.src]
 
     def _may_write(self, block):
         if self.check_writes:
@@ -219,6 +237,46 @@ class PretendExecutor:
                 self._may_write(block)
             self.slots[blocks, positions % size] = found[start : start + length]
 
+    def _append_narrow(self, piece):
+        """What an append does: seal every block that is complete, keep the rest in the open block."""
+        seq, start = piece.seq, piece.start
+        end = start + piece.length
+        found = np.array(self.fingerprints(seq))
+        for rule in self.scheduler.state.rules:
+            if not rule.is_narrow:
+                continue
+            size = rule.block_size
+            kept = self.open[rule.index, seq.seat]
+            for place in range(start // size, end // size):
+                first = place * size
+                num_kept = max(start - first, 0)
+                block = seq.tables[rule.index].blocks[place]
+                assert block != 0
+                self._may_write(block)
+                self.sealed[block, :num_kept] = kept[:num_kept]
+                self.sealed[block, num_kept:size] = found[first + num_kept : first + size]
+                assert (self.sealed[block, :size] == found[first : first + size]).all(), (
+                    f"sequence {seq.seq_id} seals block {place} of group {rule.index} from another one"
+                )
+            first = max(start, end // size * size)
+            kept[first % size : first % size + end - first] = found[first:end]
+
+    def _look_narrow(self, piece, rule):
+        """Every query finds its own block as computed and the earlier ones sealed."""
+        seq, start, end = piece.seq, piece.start, piece.start + piece.length
+        size, found = rule.block_size, np.array(self.fingerprints(seq))
+        blocks = seq.tables[rule.index].blocks
+        kept = self.open[rule.index, seq.seat]
+        for query in range(start, end):
+            own = query // size * size
+            for first, stop in rule.reach.sees(query):
+                old = np.arange(first, min(stop, own))
+                assert (self.sealed[blocks[old // size], old % size] == found[old]).all()
+                fresh = np.arange(max(first, own), min(stop, start))
+                assert (kept[fresh % size] == found[fresh]).all(), (
+                    f"sequence {seq.seq_id}: query {query} finds another open block in seat {seq.seat}"
+                )
+
     def _look(self, piece):
         seq = piece.seq
         self._check_regime(piece)
@@ -227,6 +285,8 @@ class PretendExecutor:
         for rule, table in zip(self.scheduler.state.rules, seq.tables, strict=True):
             if rule.is_state:
                 continue
+            if rule.is_narrow:
+                self._look_narrow(piece, rule)
             size = rule.block_size
             is_needed = np.zeros(end, np.bool_)
             for query in (end - 1,) if rule.is_full else range(start, end):

@@ -21,6 +21,13 @@ GROUPS = {
     "full_state": lambda: [full(), state(2)],
     "sizes": lambda: [full(4), window(10, 8)],
     "all": lambda: [full(), window(5), chunk(8), state()],
+    "narrow": lambda: [full(kv_format="int8")],
+    "narrow_1": lambda: [full(1, "int8")],
+    "narrow_mixed": lambda: [full(kv_format="int8"), window(6)],
+    "narrow_window": lambda: [full(), window(7, sinks=3, kv_format="int8")],
+    "narrow_sizes": lambda: [full(4, "int8"), window(10, 8, kv_format="int8")],
+    "narrow_odd": lambda: [full(4, "int8"), window(10, 6, kv_format="int8")],
+    "narrow_all": lambda: [full(kv_format="int8"), chunk(8, kv_format="int8"), state(2)],
 }
 POLICIES = ["lru", "lfu", "fifo", "slru", "gdsf"]
 PREFIXES = [
@@ -50,6 +57,7 @@ class Traffic(RuleBasedStateMachine):
         no_cache=st.sampled_from([False] * 7 + [True]),
         interval=st.sampled_from([0, 4, 8]),
         border=st.sampled_from([None, None, None, 1, 7, 12, 16, 21]),
+        step=st.sampled_from([None, None, 1, 3]),
     )
     def begin(self, groups, num_blocks, max_num_seqs, budget, max_chunk, patience, replacement,
               hash_bits, caching, no_cache, interval, border, step):  # fmt: skip
@@ -57,7 +65,6 @@ class Traffic(RuleBasedStateMachine):
             GROUPS[groups](),
             num_blocks,
             max_num_seqs=max_num_seqs,
-        step=st.sampled_from([None, None, 1, 3]),
             max_num_batched_tokens=budget,
             max_chunk_tokens=max_chunk,
             max_head_of_line_wait_steps=patience,
@@ -67,6 +74,7 @@ class Traffic(RuleBasedStateMachine):
             no_cache=no_cache,
             state_checkpoint_tokens=interval,
             regime_border=border,
+            regime_step=None if border is None else step,
         )
         self.requests = {}
         self.closed = set()
@@ -74,7 +82,6 @@ class Traffic(RuleBasedStateMachine):
         self.count = 0
 
     @rule(
-            regime_step=None if border is None else step,
         prefix=st.sampled_from(PREFIXES),
         rest=st.lists(st.integers(0, 4), min_size=1, max_size=12),
         max_tokens=st.integers(1, 10),

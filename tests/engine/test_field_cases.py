@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.engine.conftest import write_tiny_model
+from tests.kernels.batches import slots_batch
 
 from kvern import LLM, AsyncLLM, SamplingParams
 from kvern.engine.runner import Observer
@@ -303,29 +304,49 @@ def test_con_001_parallel_clients_never_see_each_other(make_tiny: Make) -> None:
     asyncio.run(scenario())
 
 
-def test_pos_003_a_rotation_that_depends_on_length_ends_at_its_border(
-    tmp_path: Any, make_tiny: Make
-) -> None:
-    """Dynamic NTK: past 64 tokens each new token would turn all keys anew, so the context ends there.
+@pytest.mark.filterwarnings("ignore:a sequence is longer")
+def test_pos_003_a_rotation_that_depends_on_length(tmp_path: Any) -> None:
+    """Dynamic NTK: a position's logits are those of a pass that ends with it, cached or not.
 
-    The rule is one for all: no request, long or short, can change the rotation of another.
+    So a long request leaves nothing behind that turns a short one, in the same batch or after it.
     """
     dynamic = {"rope_type": "dynamic", "factor": 4.0}
     model = write_tiny_model(tmp_path, rope_scaling=dynamic, max_position_embeddings=64)
-    plain = write_tiny_model(tmp_path / "plain", max_position_embeddings=64)
-    ids = random_ids(7, 50)
-    with LLM(model, **EXACT) as llm, LLM(plain, **EXACT) as unscaled:
-        assert llm.model.max_model_len == 64
-        with pytest.raises(KvernError, match="64"):
-            llm.generate([random_ids(8, 100)], SamplingParams(max_tokens=1))
-        (out,) = llm.generate([ids], SamplingParams())
-        assert len(out.token_ids) == 14
-        (again,) = llm.generate([ids[:20]], SamplingParams(max_tokens=8))
-        for got, prompt, count in ((out, ids, 14), (again, ids[:20], 8)):
-            (expected,) = unscaled.generate([prompt], SamplingParams(max_tokens=count))
-            assert got.token_ids == expected.token_ids
-    with pytest.raises(KvernError, match="100"):
-        LLM(model, max_model_len=100)
+
+    def rows_of(llm: LLM, *jobs: tuple[list[int], int]) -> list[dict[int, np.ndarray]]:
+        """Of each job's chosen tokens: the logits that they were chosen from, by position."""
+        logits = Logits(llm)
+        states = [llm.submit(ids, SamplingParams(max_tokens=count)) for ids, count in jobs]
+        while any(state.output is None for state in states):
+            llm.step()
+        outs = [(state.request_id, len(ids)) for state, (ids, _) in zip(states, jobs, strict=True)]
+        return [
+            {p: row for p, row in logits.of(name).items() if p >= length - 1}
+            for name, length in outs
+        ]
+
+    def assert_equal(llm: LLM, got: dict[int, np.ndarray], want: dict[int, np.ndarray]) -> None:
+        assert sorted(got) == sorted(want)
+        for position in got:
+            assert_same(llm, got[position], want[position])
+
+    medium, long, short = (random_ids(seed, n) for seed, n in ((7, 50), (8, 100), (9, 20)))
+    jobs = [(medium, 51), (long, 1), (short, 8)]
+    fresh = []
+    for job in jobs:
+        with LLM(model, **EXACT, no_cache=True) as llm:
+            fresh += rows_of(llm, job)
+    with LLM(model, **EXACT) as llm:
+        assert llm.model.max_model_len == 256
+        (decoded,) = rows_of(llm, jobs[0])  # from 50 to 100 tokens
+        assert_equal(llm, decoded, fresh[0])
+        assert llm.stats().counters.regime_recomputed_tokens == sum(range(64, 100))
+        for job, want in zip(jobs[1:], fresh[1:], strict=True):  # a long one, then a short one
+            assert_equal(llm, rows_of(llm, job)[0], want)
+    with LLM(model, **EXACT) as llm:
+        together = rows_of(llm, (short, 8), (long, 1), (medium, 51))
+        for got, want in zip(together, (fresh[2], fresh[1], fresh[0]), strict=True):
+            assert_equal(llm, got, want)
 
 
 @pytest.mark.parametrize("kv_format", ["fp32", "fp16", "bf16"])
@@ -351,8 +372,8 @@ def test_msk_004_a_passkey_in_an_uneven_batch_is_found(make_tiny: Make, kv_forma
         k = rng.normal(size=(length, heads, dim)).astype(np.float32)
         v = rng.normal(size=(length, heads, dim)).astype(np.float32)
         k[length // 3] = 4 * q[row]
-        backend.append(k, keys, slots)
-        backend.append(v, values, slots)
+        backend.append(k, keys, slots_batch(slots))
+        backend.append(v, values, slots_batch(slots))
         expected.append(v[length // 3])
     batch = AttendBatch(
         np.arange(4, dtype=np.int32),

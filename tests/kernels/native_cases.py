@@ -7,6 +7,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from tests.kernels.batches import slots_batch
 
 from kvern.kernels.native import ELEMENT_TYPES, available_kernel_paths
 from kvern.kernels.protocol import AttendBatch, AttendParams, Backend, HostTensor, PagedStream
@@ -104,8 +105,8 @@ def build_cache(backend: Backend, shape: Shape) -> Cache:
         )
         at = np.arange(length)
         slots = tables[s][at // size].astype(np.int64) * size + at % size
-        backend.append(k_rows[s], keys, slots)
-        backend.append(v_rows[s], values, slots)
+        backend.append(k_rows[s], keys, slots_batch(slots))
+        backend.append(v_rows[s], values, slots_batch(slots))
         first = first_visible(shape.params, length - shape.q_lengths[s])
         for block in range(counts[s]):
             if shape.params.num_sink_tokens <= block * size and (block + 1) * size <= first:

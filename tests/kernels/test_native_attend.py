@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels.batches import slots_batch
 
 from kvern.kernels.native import NativeBackend
 from kvern.kernels.protocol import AttendParams
@@ -128,8 +129,8 @@ def test_a_later_token_of_the_chunk_cannot_spoil_an_earlier_one(path: str, dtype
     cache = build_cache(backend, shape)
     block = cache.batch.block_tables[0][75 // 16]
     slots = np.array([block * 16 + 75 % 16], np.int64)
-    backend.append(np.full((1, 3, 64), np.inf, np.float32), cache.keys, slots)
-    backend.append(np.full((1, 3, 64), np.nan, np.float32), cache.values, slots)
+    backend.append(np.full((1, 3, 64), np.inf, np.float32), cache.keys, slots_batch(slots))
+    backend.append(np.full((1, 3, 64), np.nan, np.float32), cache.values, slots_batch(slots))
     out = np.empty_like(clean)
     backend.attend(cache.q, cache.keys, cache.values, cache.batch, shape.params, out)
     assert out[:75].tobytes() == clean[:75].tobytes()

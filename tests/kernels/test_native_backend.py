@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.kernels.batches import slots_batch
 
 from kvern.errors import UnsupportedModelError, UsageError
 from kvern.kernels import native
@@ -75,10 +76,10 @@ def test_wrong_shapes_raise_value_error() -> None:
     stream = PagedStream(np.zeros((3, 4 * 2 * 4), np.uint8), 0, "fp32", 1, 4, 2)
     for slot in (0, 3, 12, -1):
         with pytest.raises(ValueError, match="outside blocks 1 to 2"):
-            backend.append(np.zeros((1, 1, 2), np.float32), stream, np.array([slot], np.int64))
+            backend.append(np.zeros((1, 1, 2), np.float32), stream, slots_batch([slot]))
     wide = PagedStream(np.zeros((3, 31), np.uint8), 0, "fp32", 1, 4, 2)
     with pytest.raises(ValueError, match="do not fit into pages"):
-        backend.append(np.zeros((1, 1, 2), np.float32), wide, np.array([4], np.int64))
+        backend.append(np.zeros((1, 1, 2), np.float32), wide, slots_batch([4]))
 
 
 def run_product(backend: NativeBackend) -> bytes:

@@ -76,9 +76,9 @@ class TinyDecoder:
         for index, layer in enumerate(self.layers):
             backend.rms_norm(hidden, layer.norm, 1e-5, normed)
             backend.matmul(normed, layer.qkv, qkv)
-            backend.append(v, layer.values, batch.slot_mapping)
+            backend.append(v, layer.values, batch)
             backend.rotary(k, batch.positions, self.cos, self.sin, True)
-            backend.append(k, layer.keys, batch.slot_mapping)
+            backend.append(k, layer.keys, batch)
             backend.rotary(q, batch.positions, self.cos, self.sin, True)
             products += backend.attend(
                 q,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels.batches import slots_batch
 
 from kvern.kernels.native import NativeBackend
 from kvern.kernels.protocol import PagedStream
@@ -82,7 +83,7 @@ def test_append_rounds_to_nearest_even_at_the_right_place(path: str, dtype: str,
     pages = np.full((40, 8 + 2 * block_size * dim * width), 0xAB, np.uint8)
     stream = PagedStream(pages, 8, dtype, 2, block_size, dim)
     slots = (rng.permutation(39 * block_size)[:200] + block_size).astype(np.int64)
-    NativeBackend(2, path).append(x, stream, slots)
+    NativeBackend(2, path).append(x, stream, slots_batch(slots))
     body = pages[:, 8:].reshape(40, 2, block_size, dim * width)
     stored = body[slots // block_size, :, slots % block_size]
     with np.errstate(over="ignore"):

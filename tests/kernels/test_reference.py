@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels.batches import slots_batch
 
 from kvern.kernels.protocol import AttendBatch, AttendParams, Backend, PagedStream
 from kvern.kernels.reference import ReferenceBackend
@@ -85,8 +86,8 @@ def paged_case(
         slot = tables[seq][token // block_size].astype(np.int64) * block_size + token % block_size
         k = rng.normal(size=(total, kv_heads, key_dim)).astype(np.float32)
         v = rng.normal(size=(total, kv_heads, value_dim)).astype(np.float32)
-        backend.append(k, keys, slot)
-        backend.append(v, values, slot)
+        backend.append(k, keys, slots_batch(slot))
+        backend.append(v, values, slots_batch(slot))
         ks.append(decode(encode(k, dtype), dtype))
         vs.append(decode(encode(v, dtype), dtype))
         slots.append(slot[cached:])

@@ -119,11 +119,19 @@ def test_wrong_formats_are_refused(kv_format: str, message: str) -> None:
         parse_kv_format(kv_format, 5)
 
 
-def test_open_form_is_bf16_for_narrow_streams_only() -> None:
-    spec = KVCacheSpec(Heads(2, 64, 64), All()).with_codecs(*KV_FORMATS["k8v4"])
-    assert spec.open_form.k_codec.dtype == spec.open_form.v_codec.dtype == "bf16"
-    wide = KVCacheSpec(Heads(2, 64, 64), All()).with_codecs(*KV_FORMATS["fp32"])
-    assert wide.open_form == wide
+def test_open_blocks_hold_narrow_streams_in_bf16_and_no_others() -> None:
+    def open_of(k_codec: Codec, v_codec: Codec) -> list[tuple[str, str, int]]:
+        spec = KVCacheSpec(Heads(2, 64, 32), All()).with_codecs(k_codec, v_codec)
+        return [
+            (stream.name, codec.dtype, regions[-1].offset + regions[-1].num_bytes)
+            for stream, codec, regions in spec.open_regions(16)
+        ]
+
+    narrow, wide = KV_FORMATS["int8"][0], KV_FORMATS["fp32"][0]
+    key, value = ("key", "bf16", 2 * 16 * 64 * 2), ("value", "bf16", 2 * 16 * 32 * 2)
+    assert open_of(*KV_FORMATS["k8v4"]) == [key, value]
+    assert open_of(wide, narrow) == [value]
+    assert open_of(wide, wide) == []
 
 
 def test_states_keep_their_dtypes_except_under_fp32() -> None:

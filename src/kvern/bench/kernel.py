@@ -128,8 +128,10 @@ def _own_step(
     """One decode step's attention over a filled pool."""
     rng = np.random.default_rng(0)
     per_sequence = blocks_for(context, BLOCK_SIZE)
-    plan = make_kv_plan(model, kv_format, BLOCK_SIZE, num_blocks=1 + batch * per_sequence)
-    store = PagedStore(plan)
+    plan = make_kv_plan(
+        model, kv_format, BLOCK_SIZE, num_blocks=1 + batch * per_sequence, max_num_seqs=batch
+    )
+    store = PagedStore(plan, max_num_batched_tokens=max(context, batch))
     order = rng.permutation(batch * per_sequence).astype(np.int32) + 1
     tables = order.reshape(batch, per_sequence)
     streams = [_streams(store, layer) for layer in range(geometry.num_layers)]
@@ -141,6 +143,7 @@ def _own_step(
         block_tables=tables,
         positions=lengths - 1,
         slot_mapping=np.zeros(batch, np.int64),
+        seats=np.arange(batch, dtype=np.int32),
     )
     q = rng.standard_normal((batch, geometry.num_heads, geometry.head_dim), np.float32)
     out = np.empty_like(q)
@@ -171,10 +174,16 @@ def _fill(
     slots = (tables[:, :, None].astype(np.int64) * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(
         len(tables), -1
     )[:, :context]
-    for sequence in slots:
-        rows = np.ascontiguousarray(sequence)
-        shape = (len(rows), streams[0][0].num_heads, streams[0][0].dim)
-        x = rng.standard_normal(shape, np.float32)
+    for seat, sequence in enumerate(slots):
+        rows = AttendBatch(
+            cu_seqlens_q=np.array([0, context], np.int32),
+            seq_lens=np.array([context], np.int32),
+            block_tables=tables[seat : seat + 1],
+            positions=np.arange(context, dtype=np.int32),
+            slot_mapping=np.ascontiguousarray(sequence),
+            seats=np.array([seat], np.int32),
+        )
+        x = rng.standard_normal((context, streams[0][0].num_heads, streams[0][0].dim), np.float32)
         for keys, values in streams:
             backend.append(x, keys, rows)
             backend.append(x, values, rows)

@@ -59,10 +59,12 @@ class TailSource:
         blocks: one list per KV group: (table index, source block, tokens to copy); a held
             reference each. In a state group: one entry per page, tokens 0.
         num_tokens: tokens that the copies add to what is computed.
+        seat: whose open blocks are copied in narrow groups; -1 if there are none.
     """
 
     blocks: list[list[tuple[int, int, int]]]
     num_tokens: int
+    seat: int = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -83,16 +85,16 @@ class SequenceBook:
         next_checkpoint: position at which its chunk must stop to keep the state, or a huge one.
         checkpointed: last position at which its state was kept.
         high_water: tokens computed or found at least once in the present position regime.
-        short_water: tokens computed or found at least once in the one before.
+        short_water: tokens computed or found at least once in the ones before.
         tail: blocks to copy from before it continues.
         num_preemptions: times it lost its blocks.
         blocked_steps: steps that it waited at the head of the queue.
         waits_for: a running sequence that computes its prefix, and the length to wait for.
         is_running: whether it holds blocks and takes part in steps.
         beam_delivered: the beam has handed in its candidates for this round.
+        is_private: nothing of it is published; see `kvern.core.regimes`.
     """
 
-        is_private: nothing of it is published; see `kvern.core.regimes`.
     rank: Rank
     record: RequestRecord
     hashes: SpanHashes
@@ -113,9 +115,9 @@ class SequenceBook:
     waits_for: tuple[Sequence, int] | None = None
     is_running: bool = False
     beam_delivered: bool = False
-
-
     is_private: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class BeamHypothesis:
     """A finished beam."""

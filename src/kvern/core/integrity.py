@@ -61,6 +61,7 @@ def check_integrity(
     problems = [
         *_pool_problems(state, expected),
         *_table_problems(state),
+        *_seat_problems(state),
         *_tree_problems(state),
     ]
     num_repaired = _repair(state, expected) if repair and problems else 0
@@ -137,6 +138,22 @@ def _table_problems(state: SchedulerState) -> Iterator[str]:
     for seq in state.waiting:
         if any(table.num_blocks for table in seq.tables):
             yield f"sequence {seq.seq_id} waits and holds blocks"
+
+
+def _seat_problems(state: SchedulerState) -> Iterator[str]:
+    """Every seat is free or one running sequence's."""
+    taken = [seq.seat for seq in state.running]
+    if sorted((*taken, *state.seats)) != list(range(state.config.max_num_seqs)):
+        yield (
+            f"seats {sorted(taken)} are taken and {sorted(state.seats)} free: together they are not "
+            f"{state.config.max_num_seqs} seats"
+        )
+    for seq in state.waiting:
+        if seq.seat != -1:
+            yield f"sequence {seq.seq_id} waits and has seat {seq.seat}"
+    for seq in state.unsettled:
+        if seq.seat == -1 or seq.book.tail is None:
+            yield f"sequence {seq.seq_id} has blocks to copy and no seat, or nothing to copy"
 
 
 def _tree_problems(state: SchedulerState) -> Iterator[str]:

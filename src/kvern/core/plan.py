@@ -24,7 +24,8 @@ class Chunk(NamedTuple):
 
     The token ids are `seq.token_ids(start, start + length)`; their keys and values go into the
     slots that `seq.tables` name; everything before `start` is in place once the step's
-    operations have run.
+    operations have run. In a narrow group they go into the sequence's open block (`seq.seat`), and
+    every block that is complete with this chunk is sealed into the page that its table names.
 
     Attributes:
         seq: the sequence, its tables already long enough for the chunk.
@@ -48,11 +49,25 @@ class Chunk(NamedTuple):
 class Copy(NamedTuple):
     """Copy the first `num_tokens` slots of page `src` to page `dst`, in every layer of the group.
 
-    In a state group (`num_tokens` 0) the whole page is copied.
+    In a state group (`num_tokens` 0) the whole page is copied. Narrow layers have nothing in the page
+    of a block that is not full: their part of it is a `CopyOpen`.
     """
 
     src: int
     dst: int
+    num_tokens: int
+    group: int
+
+
+class CopyOpen(NamedTuple):
+    """Copy the first `num_tokens` slots of one seat's open block to another's, in every narrow layer.
+
+    Seats are those of `Sequence.seat`; `src_seat` may already be another sequence's, which has written
+    nothing yet.
+    """
+
+    src_seat: int
+    dst_seat: int
     num_tokens: int
     group: int
 
@@ -64,7 +79,7 @@ class Zero(NamedTuple):
     group: int
 
 
-BlockOp = Copy | Zero
+BlockOp = Copy | CopyOpen | Zero
 
 
 class RequestStarted(NamedTuple):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from kvern.core.plan import Chunk, Logits
 from kvern.core.regimes import cut_at_border, wants_all_logits
+from kvern.core.rules import cut_at_blocks
 from kvern.core.sequence import Sequence
 from kvern.core.state import Draft, SchedulerState, rank_of
 
@@ -90,10 +91,13 @@ def extend(state: SchedulerState, draft: Draft, seq: Sequence, limit: int) -> bo
             draft.fixed.add(seq.seq_id)
         residency.schedule_events(seq)
     length = min(length, seq.book.next_checkpoint - start)
+    missing = seq.num_tokens - start
+    length = cut_at_blocks(state.rules, start, length, missing)
     if start + length > seq.book.capacity:
         length = _make_room(state, draft, seq, start + length) - start
         if length < 1:
             return False
+        length = cut_at_blocks(state.rules, start, length, missing)
         before = len(draft.ops)
         residency.grow(seq, start + length, draft.ops)
         if len(draft.ops) > before:

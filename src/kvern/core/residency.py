@@ -9,7 +9,7 @@ import numpy as np
 from kvern.core.book import TailSource
 from kvern.core.index import PrefixIndex
 from kvern.core.matching import Match
-from kvern.core.plan import BlockOp, Copy, Zero
+from kvern.core.plan import BlockOp, Copy, CopyOpen, Zero
 from kvern.core.rules import GroupRule
 from kvern.core.sequence import Int32, Sequence
 
@@ -148,7 +148,7 @@ class Residency:
         book.high_water = computed
         book.checkpointed = other.checkpointed
         if any(tail):
-            book.tail = TailSource(tail, computed - sealed)
+            book.tail = TailSource(tail, computed - sealed, parent.seat)
         self.schedule_events(child)
 
     # --------------------------------------------------------------------------------- growing
@@ -213,6 +213,8 @@ class Residency:
             table = seq.tables[rule.index]
             for place, source, num_tokens in sources:
                 ops.append(Copy(source, table.blocks.item(place), num_tokens, rule.index))
+                if rule.is_narrow and num_tokens < rule.block_size:
+                    ops.append(CopyOpen(tail.seat, seq.seat, num_tokens, rule.index))
         held.extend(self._sources(tail))
         book.tail = None
         seq.num_computed_tokens = length

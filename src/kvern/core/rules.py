@@ -11,6 +11,7 @@ works in *spans* of `span_tokens`, the least common multiple of the attention gr
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import lcm
 
@@ -28,6 +29,8 @@ class GroupRule:
         block_size: tokens per block; of a state group meaningless.
         is_state: one entry per sequence instead of blocks.
         is_full: every past token is needed for ever.
+        is_narrow: some layer's blocks are sealed in another form than they are computed in, so open
+            blocks lie beside the pool, one per running sequence.
         copies_exactly: the stored form is the open form, so a copied part of a block continues
             exactly as if it had been computed in place.
         pages_per_entry: pages of a state.
@@ -40,6 +43,7 @@ class GroupRule:
     block_size: int
     is_state: bool
     is_full: bool
+    is_narrow: bool
     copies_exactly: bool
     pages_per_entry: int
     first_column: int
@@ -109,6 +113,7 @@ def make_rules(kv_plan: KVPlan) -> tuple[GroupRule, ...]:
                 block_size=group.block_size,
                 is_state=group.is_state,
                 is_full=isinstance(group.spec.reach, All) and not group.is_state,
+                is_narrow=group.is_narrow,
                 copies_exactly=_copies_exactly(group),
                 pages_per_entry=group.pages_per_entry,
                 first_column=column,
@@ -128,3 +133,30 @@ def span_tokens(kv_plan: KVPlan) -> int:
 def _copies_exactly(group: KVGroup) -> bool:
     caches = [cache for layer in group.caches for cache in layer]
     return group.is_state or all(cache.is_wide and cache.stride == 1 for cache in caches)
+
+
+def cut_at_blocks(rules: Iterable[GroupRule], start: int, length: int, missing: int) -> int:
+    """A chunk's length, such that the open blocks of narrow groups are read before they are written over.
+
+    A sequence has one open block per narrow group. A chunk that starts inside a block ends within it
+    or at the end of a later one: then nothing of the later block has to be kept while the first is
+    still read, and the chunk can be computed twice. One that does not bring the sequence up to date
+    ends at a block's end where it can, so that the next one starts at one.
+
+    Args:
+        rules: the KV groups.
+        start: first position.
+        length: tokens that the chunk may have, at least 1.
+        missing: tokens that the sequence lacks from `start` on.
+    """
+    end = start + length
+    sizes = sorted({rule.block_size for rule in rules if rule.is_narrow}, reverse=True)
+    if length < missing:
+        borders = (end // size * size for size in sizes)
+        end = next((border for border in borders if border > start), end)
+    is_settled = False
+    while not is_settled:
+        borders = (end // size * size for size in sizes if start % size)
+        shortest = min((border for border in borders if border > start), default=end)
+        is_settled, end = shortest == end, shortest
+    return end - start

@@ -31,7 +31,7 @@ from kvern.core.rules import make_rules, span_tokens
 from kvern.core.sequence import Request, Sequence, token_array
 from kvern.core.state import Draft, SchedulerState
 from kvern.core.stats import CacheStats
-from kvern.errors import CapacityError, InputError, IntegrityError
+from kvern.errors import CapacityError, InputError, IntegrityError, UsageError
 from kvern.spec import KVPlan
 
 NO_CONTEXT = 1 << 30
@@ -45,6 +45,9 @@ class Scheduler:
         kv_plan: groups, page size and number of blocks.
         config: limits and switches.
         clock: seconds; the machine's monotonic clock unless given.
+
+    Raises:
+        UsageError: the pool has fewer open blocks than sequences may run.
     """
 
     def __init__(
@@ -54,6 +57,11 @@ class Scheduler:
         clock: Clock = monotonic_clock,
     ) -> None:
         self.config = config = config or SchedulerConfig()
+        if 0 < kv_plan.num_open_blocks < config.max_num_seqs:
+            raise UsageError(
+                f"the pool is planned for {kv_plan.num_open_blocks} open blocks per group and "
+                f"max_num_seqs is {config.max_num_seqs}: plan it for as many"
+            )
         self.kv_plan = kv_plan
         rules = make_rules(kv_plan)
         index = PrefixIndex(

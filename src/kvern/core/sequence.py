@@ -184,6 +184,7 @@ class Sequence:
         "regime",
         "request",
         "sample_index",
+        "seat",
         "seq_id",
         "tables",
     )
@@ -202,6 +203,7 @@ class Sequence:
         self.tables = [Table() for _ in range(num_groups)]
         self.logprob = 0.0
         self.regime = 0
+        self.seat = -1
         self.book: SequenceBook  # the scheduler's own notes, set when it accepts the sequence
 
     def token_ids(self, start: int, stop: int) -> Int32:

@@ -80,7 +80,8 @@ class SchedulerState:
         waiting: sequences without, by rank.
         pins: held prefixes by id.
         closing: requests with samples that are to end at the next commit.
-        unsettled: running sequences that still have blocks to copy from.
+        unsettled: running sequences that still have blocks to copy from, in order of forking.
+        seats: those that no running sequence has, the next to be given last.
     """
 
     config: SchedulerConfig
@@ -97,6 +98,11 @@ class SchedulerState:
     closing: list[RequestRecord] = field(default_factory=list)
     unsettled: list[Sequence] = field(default_factory=list)
     next_seq_id: int = 0
+    seats: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Every seat is free."""
+        self.seats = list(range(self.config.max_num_seqs))[::-1]
 
     def key_of(self, request: Request, regime: int) -> CacheKey:
         """The cache key of a request in a position regime: everything but its tokens and media."""
@@ -115,8 +121,9 @@ class SchedulerState:
         )
 
     def start(self, seq: Sequence) -> None:
-        """Move a sequence among the running ones."""
+        """Move a sequence among the running ones and give it a seat."""
         seq.book.is_running = True
+        seq.seat = self.seats.pop()
         insort(self.running, seq, key=_by_rank)
 
     def enqueue(self, seq: Sequence) -> None:
@@ -125,9 +132,12 @@ class SchedulerState:
         insort(self.waiting, seq, key=_by_rank)
 
     def stop(self, seq: Sequence) -> None:
-        """Take a sequence out of both queues."""
+        """Take a sequence out of both queues; a running one gives its seat back."""
         queue = self.running if seq.book.is_running else self.waiting
         queue.remove(seq)
+        if seq.book.is_running:
+            self.seats.append(seq.seat)
+            seq.seat = -1
         seq.book.is_running = False
         if seq in self.unsettled:
             self.unsettled.remove(seq)

@@ -49,6 +49,7 @@ def attend_batch(chunks: Sequence[Chunk], index: int, group: KVGroup) -> AttendB
     regimes = None
     if any(chunk.seq.regime for chunk in chunks):
         regimes = np.repeat(np.array([c.seq.regime for c in chunks], np.int32), lengths)
+    seats = np.array([c.seq.seat for c in chunks], np.int32) if group.is_narrow else None
     return AttendBatch(
-        cu_seqlens_q, seq_lens, block_tables, positions, slot_mapping, regimes=regimes
+        cu_seqlens_q, seq_lens, block_tables, positions, slot_mapping, regimes=regimes, seats=seats
     )

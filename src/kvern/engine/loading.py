@@ -113,9 +113,7 @@ def load(
     started = time.perf_counter()
     weights = _load_weights(model, settings) if base is None else _weights_of(base)
     decoder_config = weights.decoder.config
-    max_model_len = _context(
-        settings, decoder_config.long_positions or decoder_config.max_positions
-    )
+    max_model_len = _context(settings, decoder_config.max_positions)
     kv_plan = make_kv_plan(
         weights.spec,
         settings.kv_format,
@@ -140,7 +138,7 @@ def _allocate(
 ) -> tuple[PagedStore, Runner]:
     """The pool and the activations; nothing else is allocated for requests later."""
     try:
-        store = PagedStore(kv_plan)
+        store = PagedStore(kv_plan, max_num_batched_tokens)
         return store, Runner(decoder, store, max_num_batched_tokens)
     except (MemoryError, OSError) as error:
         raise CapacityError(
@@ -180,7 +178,7 @@ def _weights_of(base: LoadedModel) -> LoadedWeights:
 def _scheduler_config(
     settings: EngineSettings, weights: LoadedWeights, max_model_len: int
 ) -> SchedulerConfig:
-    decoder_config = weights.decoder.config
+    regimes = weights.decoder.config.regimes
     return SchedulerConfig(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -189,7 +187,8 @@ def _scheduler_config(
         enable_prefix_caching=settings.enable_prefix_caching,
         no_cache=settings.no_cache,
         max_head_of_line_wait_steps=settings.max_head_of_line_wait_steps,
-        regime_border=decoder_config.max_positions if decoder_config.long_positions else None,
+        regime_border=None if regimes is None else regimes.border,
+        regime_step=None if regimes is None else regimes.step,
         state_checkpoint_tokens=settings.state_checkpoint_tokens,
         max_state_checkpoint_bytes=settings.max_state_checkpoint_bytes,
         replacement=settings.replacement,

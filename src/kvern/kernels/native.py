@@ -176,9 +176,9 @@ class NativeBackend:
         """See `Backend.rotary`."""
         self._runtime.rotary(x, positions, cos, sin, interleaved)
 
-    def append(self, x: F32, stream: PagedStream, slot_mapping: I64) -> None:
+    def append(self, x: F32, stream: PagedStream, batch: AttendBatch) -> None:
         """See `Backend.append`."""
-        self._runtime.append(x, _stream(stream), slot_mapping)
+        self._runtime.append(x, _stream(stream), batch.slot_mapping)
 
     def attend(
         self,
@@ -305,6 +305,11 @@ def _batch(batch: AttendBatch) -> tuple[I32, I32, I32, I32, I64]:
 
 
 def _stream(stream: PagedStream) -> tuple[Any, int, int, int, int, int]:
+    if stream.open is not None:
+        raise UsageError(
+            f"the native kernels do not store {stream.dtype} keys and values yet: choose the "
+            "reference backend"
+        )
     return (
         stream.pages,
         stream.offset,

@@ -9,6 +9,14 @@ so that a step allocates nothing and its list of calls can be replayed.
     seq_lens:             5              812            35                   keys visible after append
     block_tables:         [[7, 0...], [3, 9, ...], [2, 5, 8, 0...]]           absolute block index -> id
 
+Narrow streams (`PagedStream.open`) follow one rule: the query at position p sees the keys of its own block,
+``[b0, p]`` with ``b0 = p // block_size * block_size``, as computed (rounded to bf16), and all earlier keys in
+their stored form, whether they were computed in this step or a year ago.
+
+    block 0        block 1        block 2, in seat s
+    [ sealed     ] [ sealed     ] [ o o o o o . . . ]      query 20 sees 0..15 sealed, 16..20 as computed;
+                    query 12 sees 0..7 sealed and 8..12 as computed, from the rows of the step that has it
+
 A token's result depends on its own row, its own sequence's cache and the weights, and on nothing
 else: not on the rows beside it, the chunking, the number of threads. On the native backend that holds
 bit for bit.
@@ -65,8 +73,11 @@ class AttendBatch:
         positions: int32 ``[num_tokens]``, absolute position of every row.
         slot_mapping: int64 ``[num_tokens]``, ``block_id * block_size + slot`` where append writes the row.
         backend_data: what a backend prepared for this batch (its work list); owned by the backend.
-        regimes: int32 ``[num_tokens]``, which of a model's rotary regimes each row's sequence is in (longrope:
-            0 up to the original context, 1 beyond); None: all in the first. The decoder's business alone.
+        regimes: int32 ``[num_tokens]``, which position regime each row's sequence is in
+            (`kvern.spec.regimes`); None: all in the first. The decoder's business alone.
+        seats: int32 ``[num_seqs]``, each sequence's place in the open pages of narrow streams; None where the
+            group has none. A sequence whose first row lies inside a block has no rows in a later block
+            that is not complete with this step.
     """
 
     cu_seqlens_q: I32
@@ -76,6 +87,7 @@ class AttendBatch:
     slot_mapping: I64
     backend_data: dict[str, Any] = field(default_factory=dict)
     regimes: I32 | None = None
+    seats: I32 | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +179,14 @@ class Backend(Protocol):
         """
         ...
 
-    def append(self, x: F32, stream: PagedStream, slot_mapping: I64) -> None:
-        """Store rows ``x [T, heads, dim]`` (token stride free) at their slots, rounded to the dtype."""
+    def append(self, x: F32, stream: PagedStream, batch: AttendBatch) -> None:
+        """Store rows ``x [T, heads, dim]`` (token stride free) at their slots, rounded to the dtype.
+
+        A narrow stream's rows are rounded to bf16 into ``stream.open.rows``. Then every block that is
+        complete with this step is sealed into its page (`kvern.store.codecs` is the definition), from the
+        open page what came earlier, and the rows of a block that stays incomplete go into the open page of
+        their sequence's seat. Nothing that this reads is written over, so that a step can be repeated.
+        """
         ...
 
     def attend(

@@ -18,13 +18,13 @@ from kvern.kernels.dequant import dequantize
 from kvern.kernels.protocol import (
     F32,
     I32,
-    I64,
     AttendBatch,
     AttendParams,
     HostTensor,
     PagedStream,
     Weight,
 )
+from kvern.kernels.reference_narrow import append_narrow, gather_own, gather_sealed
 from kvern.store.dtypes import STORED_BYTES, decode, encode
 
 RECIPE = "r1"
@@ -54,11 +54,50 @@ def stream_view(stream: PagedStream) -> np.ndarray[Any, Any]:
 def gather(stream: PagedStream, block_ids: I32, num_tokens: int) -> F32:
     """Decode the first ``num_tokens`` slots of a run of blocks: float32 ``[num_heads, num_tokens, dim]``.
 
-    Slots past ``num_tokens`` are cut off before anything calculates on them: they may hold NaN.
+    A narrow stream's blocks are sealed ones. Slots past ``num_tokens`` are cut off before anything calculates
+    on them: they may hold NaN.
     """
+    if stream.open is not None:
+        return gather_sealed(stream, block_ids)[:, :num_tokens]
     data = stream_view(stream)[block_ids].transpose(1, 0, 2, 3)
     data = data.reshape(stream.num_heads, -1, data.shape[-1])[:, :num_tokens]
     return decode(data, stream.dtype)
+
+
+def _with_own_blocks(
+    streams: tuple[PagedStream, PagedStream],
+    gathered: list[F32],
+    key_positions: I32,
+    batch: AttendBatch,
+    seq: int,
+) -> tuple[list[F32], I32, ops.Forms]:
+    """Keys and values of whole blocks in their stored form, followed by those that the step knows as computed.
+
+    Args:
+        streams: keys and values, one of them narrow at least.
+        gathered: both, from the pages.
+        key_positions: the positions of what was gathered.
+        batch: the step.
+        seq: which sequence of it.
+    """
+    block_size = streams[0].block_size
+    seq_len, num_rows = int(batch.seq_lens[seq]), int(np.diff(batch.cu_seqlens_q)[seq])
+    first = (seq_len - num_rows) // block_size * block_size
+    num_sealed = int(np.searchsorted(key_positions, seq_len // block_size * block_size))
+    first_own = int(np.searchsorted(key_positions, first))
+    both = [
+        np.concatenate(
+            (
+                found[:, :num_sealed],
+                found[:, first_own:] if stream.open is None else gather_own(stream, batch, seq),
+            ),
+            axis=1,
+        )
+        for stream, found in zip(streams, gathered, strict=True)
+    ]
+    own = np.arange(first, seq_len, dtype=np.int32)
+    positions = np.concatenate((key_positions[:num_sealed], own))
+    return both, positions, ops.Forms(num_sealed, block_size)
 
 
 class ReferenceBackend:
@@ -112,9 +151,12 @@ class ReferenceBackend:
         row_cos, row_sin = self._array(cos[positions]), self._array(sin[positions])
         x[...] = self._numpy(ops.rotate(self.xp, self._array(x), row_cos, row_sin, interleaved))
 
-    def append(self, x: F32, stream: PagedStream, slot_mapping: I64) -> None:
+    def append(self, x: F32, stream: PagedStream, batch: AttendBatch) -> None:
         """See `Backend.append`."""
-        blocks, slots = np.divmod(slot_mapping, stream.block_size)
+        if stream.open is not None:
+            append_narrow(x, stream, batch)
+            return
+        blocks, slots = np.divmod(batch.slot_mapping, stream.block_size)
         stream_view(stream)[blocks, :, slots] = encode(x, stream.dtype)
 
     def attend(
@@ -135,14 +177,21 @@ class ReferenceBackend:
                 batch, seq, seq_len, positions, keys, params
             )
             num_keys = len(key_positions)
+            gathered = [gather(stream, block_ids, num_keys) for stream in (keys, values)]
+            forms = None
+            if keys.open is not None or values.open is not None:
+                gathered, key_positions, forms = _with_own_blocks(
+                    (keys, values), gathered, key_positions, batch, seq
+                )
             result, count = ops.attend_sequence(
                 self.xp,
                 self._array(q[rows]),
-                self._array(gather(keys, block_ids, num_keys)),
-                self._array(gather(values, block_ids, num_keys)),
+                self._array(gathered[0]),
+                self._array(gathered[1]),
                 self._array(positions),
                 self._array(key_positions),
                 params,
+                forms,
             )
             out[rows] = self._numpy(result)
             products += count

@@ -8,6 +8,7 @@ the definition that every faster kernel is compared with, so they are plain, not
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,10 +46,32 @@ def rotate(xp: Any, x: Array, cos: Array, sin: Array, interleaved: bool) -> Arra
     return xp.concat([turned, rest], axis=-1)
 
 
-def visible(xp: Any, query_positions: Array, key_positions: Array, params: AttendParams) -> Array:
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """Keys of a narrow cache that come in two forms: the first ``num_sealed`` stored, the rest as computed.
+
+    A position may be there in both; a query sees its own block as computed and all earlier ones stored.
+    """
+
+    num_sealed: int
+    block_size: int
+
+
+def visible(
+    xp: Any,
+    query_positions: Array,
+    key_positions: Array,
+    params: AttendParams,
+    forms: Forms | None = None,
+) -> Array:
     """Boolean ``[num_queries, num_keys]``: which key each query sees, from absolute positions alone."""
     query, key = query_positions[:, None], key_positions[None, :]
     seen = key <= query
+    if forms is not None:
+        own = query // forms.block_size * forms.block_size
+        sealed = seen[:, : forms.num_sealed] & (key[:, : forms.num_sealed] < own)
+        computed = seen[:, forms.num_sealed :] & (key[:, forms.num_sealed :] >= own)
+        seen = xp.concat([sealed, computed], axis=1)
     if params.window is not None:
         seen = seen & ((key > query - params.window) | (key < params.num_sink_tokens))
     if params.chunk is not None:
@@ -74,6 +97,7 @@ def attend_sequence(
     query_positions: Array,
     key_positions: Array,
     params: AttendParams,
+    forms: Forms | None = None,
 ) -> tuple[Array, int]:
     """Attention of one sequence's queries over its own keys.
 
@@ -85,6 +109,7 @@ def attend_sequence(
         query_positions: ``[t]``.
         key_positions: ``[n]``.
         params: scale, window and so on.
+        forms: of keys in two forms; None when all are as computed.
 
     Returns:
         ``[t, heads, value_dim]`` and the number of (query, visible key) pairs.
@@ -92,7 +117,7 @@ def attend_sequence(
     outs, products = [], 0
     for start in range(0, q.shape[0], QUERY_TILE):
         tile = slice(start, start + QUERY_TILE)
-        seen = visible(xp, query_positions[tile], key_positions, params)
+        seen = visible(xp, query_positions[tile], key_positions, params, forms)
         outs.append(_attend_tile(xp, q[tile, ...], keys, values, seen, params))
         products += int(xp.sum(xp.astype(seen, xp.int64)))
     return xp.concat(outs, axis=0), products

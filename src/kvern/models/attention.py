@@ -114,9 +114,9 @@ class HeadsAttention:
         assert values is not None
         if layer.share_with is None:
             v = self._normed(backend, "v", views.v, views) if layer.has_value_norm else views.v
-            backend.append(v, values, batch.slot_mapping)
+            backend.append(v, values, batch)
             k = self._turned(backend, "k", views.k, step)
-            backend.append(k, keys, batch.slot_mapping)
+            backend.append(k, keys, batch)
         q = self._turned(backend, "q", views.q, step)
         if layer.query_temperature is not None:
             q *= _temperatures(batch.positions, *layer.query_temperature)
@@ -134,8 +134,8 @@ class HeadsAttention:
         if layer.qk_norm is not None and layer.qk_norm != "unit":
             x = self._normed(backend, name, x, step.views)
         if self.rope is not None and layer.rope is not None:
-            cos, sin = self.rope.cover(step.num_positions)
-            backend.rotary(x, self.rope.rows(step.batch), cos, sin, layer.rope.interleaved)
+            rows, cos, sin = self.rope.of_step(step.batch, step.num_positions)
+            backend.rotary(x, rows, cos, sin, layer.rope.interleaved)
         if layer.qk_norm == "unit":
             x = self._normed(backend, name, x, step.views)
         return x

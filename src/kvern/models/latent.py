@@ -93,7 +93,7 @@ class LatentAttention:
             backend, down[:, None, latent.latent_dim :], step
         )[:, 0]
         assert step.cache.keys is not None
-        backend.append(entry[:, None, :], step.cache.keys, step.batch.slot_mapping)
+        backend.append(entry[:, None, :], step.cache.keys, step.batch)
 
     def _query(self, backend: Backend, x: F32, step: LayerStep) -> F32:
         """Queries in the latent space, ``[T, heads, latent_dim + rope_dim]``."""
@@ -121,6 +121,6 @@ class LatentAttention:
     def _rotated(self, backend: Backend, x: F32, step: LayerStep) -> F32:
         turned, rope = np.ascontiguousarray(x), self.layer.rope
         assert rope is not None
-        cos, sin = self.rope.cover(step.num_positions)
-        backend.rotary(turned, self.rope.rows(step.batch), cos, sin, rope.interleaved)
+        rows, cos, sin = self.rope.of_step(step.batch, step.num_positions)
+        backend.rotary(turned, rows, cos, sin, rope.interleaved)
         return turned

@@ -174,9 +174,15 @@ def make_kv_plan(
     has_open = any(group.open_page_bytes for group in groups)
     num_open_blocks = max_num_seqs if has_open else 0
     open_bytes = num_open_blocks * sum(group.open_page_bytes for group in groups)
+    lenders = frozenset(
+        cache.share_with
+        for layer in model.layers
+        for cache in layer.caches
+        if cache.share_with is not None
+    )
     if kv_memory is None:
         assert num_blocks is not None
-        return KVPlan(groups, page_bytes, _checked(num_blocks), 0, num_open_blocks)
+        return KVPlan(groups, page_bytes, _checked(num_blocks), 0, num_open_blocks, lenders)
     fitting = max(kv_memory - open_bytes, 0) // page_bytes
     wanted = 2 if num_blocks is None else _checked(num_blocks)
     if fitting < wanted:
@@ -187,7 +193,7 @@ def make_kv_plan(
         )
     num_blocks = fitting if num_blocks is None else num_blocks
     waste = kv_memory - open_bytes - num_blocks * page_bytes
-    return KVPlan(groups, page_bytes, num_blocks, waste, num_open_blocks)
+    return KVPlan(groups, page_bytes, num_blocks, waste, num_open_blocks, lenders)
 
 
 def _buckets(layers: Sequence[LayerSpec], block_size: int) -> list[_Bucket]:
@@ -264,11 +270,13 @@ def _best_cut(
 
 
 def _open_bytes(caches: tuple[Caches, ...], block_size: int) -> int:
-    """Bytes of a group's open block, or 0 when everything in it is stored as computed."""
-    together = [cache for layer in caches for cache in layer]
-    if all(cache.is_wide for cache in together):
-        return 0
-    return sum(cache.open_form.block_bytes(block_size) for cache in together)
+    """Bytes of a group's open block: its narrow streams in bf16."""
+    return sum(
+        regions[-1].offset + regions[-1].num_bytes
+        for layer in caches
+        for cache in layer
+        for _, _, regions in cache.open_regions(block_size)
+    )
 
 
 def _checked(num_blocks: int) -> int:

@@ -60,7 +60,7 @@ class KVCacheSpec:
 
     @property
     def is_wide(self) -> bool:
-        """Whether every stream is stored as it was computed, so that open blocks need no copy."""
+        """Whether every stream is stored as it was computed, so that open blocks need no form of their own."""
         return all(codec.is_wide for _, codec in self.streams)
 
     @property
@@ -108,12 +108,12 @@ class KVCacheSpec:
             content = State(parts)
         return replace(self, content=content, k_codec=k_codec, v_codec=v_codec)
 
-    @property
-    def open_form(self) -> KVCacheSpec:
-        """The form of open blocks: narrow streams in bf16, wide ones as they are."""
-        k_codec = self.k_codec if self.k_codec.is_wide else BF16
-        v_codec = self.v_codec if self.v_codec.is_wide else BF16
-        return replace(self, k_codec=k_codec, v_codec=v_codec)
+    def open_regions(self, num_tokens: int) -> Iterator[tuple[Stream, Codec, tuple[Region, ...]]]:
+        """The narrow streams in the form of an open block; wide ones are open in their page itself."""
+        num_entries = -(-num_tokens // self.stride)
+        for stream, codec in self.streams:
+            if not codec.is_wide:
+                yield stream, BF16, BF16.regions(num_entries, stream.num_heads, stream.dim)
 
 
 @dataclass(frozen=True, slots=True)

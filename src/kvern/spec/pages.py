@@ -12,14 +12,19 @@ A group of states has entries instead of blocks: one entry holds the states of a
 lies in `pages_per_entry` pages, filled one after the other.
 
 Narrow formats (under 16 bits) keep blocks that are still open in bf16, in pages of their own kind:
-`open_page_bytes` each, one per group and running sequence (`KVPlan.num_open_blocks` per group).
+`open_page_bytes` each, one per group and running sequence (`KVPlan.num_open_blocks` per group). Only
+narrow streams lie in them. What a step computes for a narrow stream waits in a row buffer, bf16 too,
+until the layer has attended; layers of one geometry share it (`row_buffers`).
+
+    open page | layer a: K, V | layer c: K, V |                 (layer b is stored in bf16)
+    rows      | row 0: head 0, head 1, ... | row 1 | ...         [max_num_batched_tokens, num_heads, dim]
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvern.spec.codec import Codec, Region
+from kvern.spec.codec import BF16, Codec, Region
 from kvern.spec.content import State, StatePart, Stream
 from kvern.spec.layers import KVCacheSpec
 from kvern.spec.reach import All, Chunk, Last, Window
@@ -38,7 +43,7 @@ class KVGroup:
             reach share pages although their bytes differ (index keys beside latents, a mix of
             formats). Empty = every layer has `spec` alone.
         pages_per_entry: pages of one state entry; 1 for every other content.
-        open_page_bytes: bytes of one open block, or 0 when open blocks are ordinary pages.
+        open_page_bytes: bytes of one open block's narrow streams, or 0 when there are none.
     """
 
     layers: tuple[int, ...]
@@ -58,6 +63,11 @@ class KVGroup:
     def is_state(self) -> bool:
         """Whether the group holds states instead of blocks of tokens."""
         return self.spec.is_state
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether some stream is sealed in another form than it was computed in."""
+        return any(not cache.is_wide for caches in self.caches for cache in caches)
 
     @property
     def used_bytes(self) -> int:
@@ -105,6 +115,7 @@ class KVPlan:
         num_blocks: pages of the pool, the null block 0 included.
         waste: bytes of the given memory that are left over behind the last whole page.
         num_open_blocks: open blocks per group in narrow formats (one per running sequence).
+        lenders: layers whose cache later layers read too.
     """
 
     groups: tuple[KVGroup, ...]
@@ -112,6 +123,7 @@ class KVPlan:
     num_blocks: int
     waste: int = 0
     num_open_blocks: int = 0
+    lenders: frozenset[int] = frozenset()
 
     @property
     def pool_bytes(self) -> int:
@@ -125,8 +137,23 @@ class KVPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Everything that is allocated: pool and open blocks."""
+        """What `kv_memory` pays for: pool and open blocks."""
         return self.pool_bytes + self.open_bytes
+
+    @property
+    def row_buffers(self) -> dict[RowKey, int]:
+        """The row buffers of narrow streams, each with its bytes per row."""
+        return {
+            row_key(entry, self.lenders): entry.stream.num_heads * entry.stream.dim * BF16.bits // 8
+            for group in self.groups
+            if group.open_page_bytes
+            for streams in layer_offsets(group, open_form=True).values()
+            for entry in streams
+        }
+
+    def row_bytes(self, max_num_batched_tokens: int) -> int:
+        """Bytes of all row buffers of an engine whose steps compute up to so many tokens."""
+        return max_num_batched_tokens * sum(self.row_buffers.values())
 
     def groups_of_layer(self, layer: int) -> tuple[KVGroup, ...]:
         """The groups that hold something of a layer; none for one that reads another's cache."""
@@ -167,6 +194,16 @@ class StateOffset:
     num_bytes: int
 
 
+RowKey = tuple[str, int, int, int]
+"""Which row buffer: (stream's name, heads, dim, layer or -1 for all that nobody else reads)."""
+
+
+def row_key(entry: StreamOffset, lenders: frozenset[int]) -> RowKey:
+    """The row buffer of a narrow stream: its rows must last until its last reader has attended."""
+    layer = entry.layer if entry.layer in lenders else -1
+    return entry.stream.name, entry.stream.num_heads, entry.stream.dim, layer
+
+
 def layer_bytes(caches: tuple[KVCacheSpec, ...], block_size: int) -> int:
     """Bytes that one layer takes of a block, or of a state entry."""
     return sum(cache.fixed_bytes + cache.block_bytes(block_size) for cache in caches)
@@ -177,15 +214,15 @@ def layer_offsets(group: KVGroup, open_form: bool = False) -> dict[int, tuple[St
 
     Args:
         group: a group of token blocks.
-        open_form: the layout of an open block of a narrow format instead of a sealed page.
+        open_form: the layout of an open page, which has the narrow streams alone.
     """
     offset = 0
     layout: dict[int, tuple[StreamOffset, ...]] = {}
     for layer, caches in zip(group.layers, group.caches, strict=True):
         streams: list[StreamOffset] = []
         for cache in caches:
-            form = cache.open_form if open_form else cache
-            for stream, codec, regions in form.block_regions(group.block_size):
+            stored = cache.open_regions if open_form else cache.block_regions
+            for stream, codec, regions in stored(group.block_size):
                 num_bytes = regions[-1].offset + regions[-1].num_bytes
                 num_entries = regions[0].shape[1]
                 streams.append(
