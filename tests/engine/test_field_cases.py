@@ -42,6 +42,14 @@ class Logits(Observer):
         }
 
 
+class LastLogits(Logits):
+    """Only those after what is a sequence's last token at that time: where tokens are chosen."""
+
+    def on_logits(self, seq: Any, position: int, row: np.ndarray) -> None:
+        if position == seq.num_tokens - 1:
+            super().on_logits(seq, position, row)
+
+
 def assert_same(llm: LLM, got: np.ndarray, expected: np.ndarray) -> None:
     """Equal bits where the backend promises them, else equal within 1e-4 of the range."""
     if llm.model.backend.row_invariant:
@@ -315,7 +323,7 @@ def test_pos_003_a_rotation_that_depends_on_length(tmp_path: Any) -> None:
 
     def rows_of(llm: LLM, *jobs: tuple[list[int], int]) -> list[dict[int, np.ndarray]]:
         """Of each job's chosen tokens: the logits that they were chosen from, by position."""
-        logits = Logits(llm)
+        logits = LastLogits(llm)
         states = [llm.submit(ids, SamplingParams(max_tokens=count)) for ids, count in jobs]
         while any(state.output is None for state in states):
             llm.step()

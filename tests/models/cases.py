@@ -201,6 +201,14 @@ CASES = [
             },
         ),
     ),
+    Case(
+        "llama-dynamic",
+        "LlamaForCausalLM",
+        small(
+            max_position_embeddings=64,
+            rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        ),
+    ),
     Case("olmo2", "Olmo2ForCausalLM", small()),
     Case(
         "olmo3",

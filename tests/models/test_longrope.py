@@ -19,6 +19,8 @@ from tests.models.harness import (
     run,
 )
 
+from kvern.spec.regimes import PositionRegimes
+
 CASE = next(case for case in CASES if case.family == "phi3-longrope")
 BORDER = 64
 
@@ -29,7 +31,8 @@ def test_each_side_of_the_border_has_its_own_factors(
 ) -> None:
     model = saved(CASE)
     decoder = decoder_of(model.folder, backend_of(backend, request))
-    assert (decoder.config.max_positions, decoder.config.long_positions) == (BORDER, 256)
+    assert decoder.config.max_positions == 256
+    assert decoder.config.regimes == PositionRegimes(BORDER)
     ids = random_ids(decoder, 100)
     for length in (BORDER - 1, BORDER, BORDER + 1, 100):
         regime = int(length > BORDER)

@@ -10,6 +10,7 @@ from tests.models.harness import CONFIGS
 from kvern.errors import KvernError, ModelError, UnsupportedModelError
 from kvern.models.families import FAMILIES, family_of
 from kvern.spec.configs import read_config
+from kvern.spec.regimes import PositionRegimes
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -88,8 +89,8 @@ def test_no_architecture_belongs_to_two_families() -> None:
         assert len(names) == len(set(names))
 
 
-def test_longrope_ends_the_context_where_its_factors_would_change() -> None:
-    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+def test_longrope_without_long_factors_ends_the_context_where_it_would_need_them() -> None:
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 8}
     config = {
         **LLAMA,
         "architectures": ["Phi3ForCausalLM"],
@@ -97,7 +98,37 @@ def test_longrope_ends_the_context_where_its_factors_would_change() -> None:
         "original_max_position_embeddings": 256,
         "rope_scaling": scaling,
     }
-    assert family_of(config).describe(config).max_positions == 256
+    decoder = family_of(config).describe(config)
+    assert (decoder.max_positions, decoder.regimes) == (256, None)
+    config["rope_scaling"] = {**scaling, "long_factor": [2.0] * 8}
+    decoder = family_of(config).describe(config)
+    assert (decoder.max_positions, decoder.regimes) == (4096, PositionRegimes(256))
+
+
+@pytest.mark.parametrize("factor", [None, 0.5, "two", True])
+def test_dynamic_ntk_needs_its_factor(factor: object) -> None:
+    config = {**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": factor}}
+    with pytest.raises(ModelError, match="factor"):
+        family_of(config).describe(config)
+
+
+def test_layers_that_change_at_different_lengths_are_refused() -> None:
+    long = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    ropes = {
+        "full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        "sliding_attention": {**long, "rope_theta": 1e4, "original_max_position_embeddings": 16},
+    }
+    config = {
+        **LLAMA,
+        "architectures": ["Gemma3ForCausalLM"],
+        "head_dim": 16,
+        "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "max_position_embeddings": 64,
+        "rope_parameters": ropes,
+    }
+    with pytest.raises(UnsupportedModelError, match=r"\[16, 64\]"):
+        family_of(config).describe(config)
 
 
 def test_every_real_configuration_is_described_or_refused_in_one_sentence() -> None:

@@ -33,9 +33,9 @@ def _borders(lab: Lab) -> list[int]:
     """Sizes of windows and chunks, and where a second set of rotary factors begins."""
     reaches = [group.spec.reach for group in lab.llm.model.kv_plan.groups]
     found = {reach.size for reach in reaches if isinstance(reach, Window | Chunk)}
-    config = lab.llm.model.decoder.config
-    if config.long_positions:
-        found.add(config.max_positions)
+    regimes = lab.llm.model.decoder.config.regimes
+    if regimes is not None:
+        found.add(regimes.border)
     return sorted(found)
 
 

@@ -120,11 +120,17 @@ class LLM:
         (state,) = self._submit([prompt], _as_params(params, 1))
         return DeltaStream(self._loop, state)
 
-    def score(self, prompts: Prompt | Sequence[Prompt]) -> list[npt.NDArray[np.float64]]:
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[npt.NDArray[np.float64]]:
         """Log-probabilities of given tokens.
 
         Args:
             prompts: text or token ids, or a list of either, each at least two tokens.
+            on_progress: called after each step with (scored, all) tokens. A model whose positions turn by
+                the length (dynamic NTK) takes one pass per token beyond its original context.
 
         Returns:
             Per prompt float64 ``[len(ids) - 1]``: the natural log-probability of each token after the first,
@@ -142,6 +148,8 @@ class LLM:
             for state in states:
                 while state.output is None:
                     self._loop.advance(functools.partial(_is_finished, state))
+                    if on_progress is not None:
+                        on_progress(sum(runner.num_scored(s.request_id) for s in states), total)
                 if state.error is not None:
                     raise IntegrityError(state.error)
             return [runner.take_scores(state.request_id) for state in states]

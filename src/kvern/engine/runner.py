@@ -196,6 +196,11 @@ class Runner:
         failures, self._failures = self._failures, {}
         return failures
 
+    def num_scored(self, request_id: str) -> int:
+        """How many tokens of a scored prompt have their log-probability already."""
+        scores = self._scores.get(request_id)
+        return 0 if scores is None else int(np.count_nonzero(~np.isnan(scores)))
+
     def take_scores(self, request_id: str) -> npt.NDArray[np.float64]:
         """Log-probabilities of a scored prompt's tokens after the first, and forget them."""
         return self._scores.pop(request_id, np.empty(0))

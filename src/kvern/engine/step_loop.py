@@ -11,6 +11,7 @@ everybody.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 from kvern.core.scheduler import Scheduler
@@ -32,6 +33,8 @@ class StepLoop:
         self.tracker = tracker
         self.lock = threading.RLock()
         self._clock = clock
+        regimes = scheduler.config.regimes
+        self._warns_at_border = regimes is not None and regimes.is_brief
 
     @property
     def has_work(self) -> bool:
@@ -78,6 +81,8 @@ class StepLoop:
                 return False
             plan = self.scheduler.plan()
             self.tracker.note_started(plan.started)
+            if self._warns_at_border and any(chunk.seq.regime for chunk in plan.chunks):
+                self._warn_of_border()
             try:
                 result = self.runner.execute(plan)
                 failures = self.runner.take_failures()
@@ -90,6 +95,16 @@ class StepLoop:
             for request_id in failures:
                 self.abort(request_id)
             return True
+
+    def _warn_of_border(self) -> None:
+        self._warns_at_border = False
+        border = self.scheduler.config.regime_border
+        warnings.warn(
+            f"a sequence is longer than {border:,} tokens, beyond which this model turns all positions by "
+            "the length (dynamic NTK scaling): each further token computes its whole sequence again; "
+            f"max_model_len={border} stays below",
+            stacklevel=2,
+        )
 
     def advance(self, is_ready: Callable[[], bool]) -> None:
         """One step, unless another thread's step has already brought what the caller waits for."""

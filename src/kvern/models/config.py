@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvern.models.names import TensorNames
+from kvern.spec.regimes import PositionRegimes
 
 Config = Mapping[str, Any]
 """A configuration in Hugging Face's ``config.json`` form."""
@@ -231,8 +232,8 @@ class DecoderConfig:
     """A whole decoder.
 
     Attributes:
-        max_positions: the longest context. Where a rotary scaling has two regimes this is the border at
-            which the second begins, and `long_positions` the longest context with it; 0 for one regime.
+        max_positions: the longest context.
+        regimes: which lengths of a sequence turn alike, where rotations depend on the length; else None.
         norm: ``rms`` or ``layer``.
         norm_offset: added to the norm weights of a Hugging Face folder (Gemma stores w - 1; a GGUF
             file of the same model stores w).
@@ -263,7 +264,7 @@ class DecoderConfig:
     norm_eps: float
     layers: tuple[LayerConfig, ...]
     tie_embeddings: bool
-    long_positions: int = 0
+    regimes: PositionRegimes | None = None
     norm: str = "rms"
     norm_offset: float = 0.0
     norm_bias: bool = False

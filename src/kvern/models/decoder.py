@@ -120,7 +120,7 @@ class Decoder:
             The final normed hidden states ``[T, hidden_size]`` (a view of the workspace, valid
             until the next call) and the number of query-key products per head, summed over layers.
         """
-        recorder = self._recorder
+        recorder = self._recorder if batches[0].regimes is None else None
         if trace is None and recorder is not None and cast("object", recorder) is self.backend:
             return run_or_repeat(
                 recorder,

@@ -57,6 +57,7 @@ _FREE_FIELDS = (
     "hidden_size",
     "vocab_size",
     "max_positions",
+    "regimes",
     "norm_eps",
     "layers",
     "tie_embeddings",
@@ -94,7 +95,7 @@ def run_or_repeat(
     """A step by the recorded program if there is one that reaches its positions, else recorded anew.
 
     Args:
-        backend: records.
+        backend: records; the rows of a step that it repeats are all in the first position regime.
         workspace: keeps the program; its buffers are what the program works on.
         token_ids: int32 ``[T]``.
         batches: one per KV group.

@@ -1,4 +1,4 @@
-"""Rotary frequencies and their cos/sin tables; length-dependent kinds as for short sequences.
+"""Rotary frequencies and their cos/sin tables; those of length-dependent kinds regime by regime.
 
 Frequencies and angles are float32, as in the models' own training code; a table row depends on its
 position alone, so growing a table never changes an existing row.
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvern.errors import ModelError, UnsupportedModelError
 from kvern.kernels.protocol import AttendBatch
 from kvern.models.config import RopeConfig
+from kvern.spec.regimes import PositionRegimes
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -23,8 +24,9 @@ I32 = npt.NDArray[np.int32]
 SCALING_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
 OLD_KINDS = {"su": "longrope", "mrope": "default"}
 """Names of older files. mrope turns text by its position alone."""
-LENGTH_DEPENDENT = ("longrope", "dynamic")
 MINIMUM_ROWS = 4096
+MAX_REMEMBERED = 64
+"""Regimes whose frequencies are kept: a few numbers each, and sequences meet one after the other."""
 
 
 def scaling_kind(scaling: Mapping[str, Any]) -> str:
@@ -33,21 +35,32 @@ def scaling_kind(scaling: Mapping[str, Any]) -> str:
     return OLD_KINDS.get(kind, kind)
 
 
-def length_limit(rope: RopeConfig) -> int | None:
-    """Positions up to which frequencies are those of short sequences; None where they never change.
+def regimes_of(rope: RopeConfig) -> PositionRegimes | None:
+    """Which lengths of a sequence turn alike; None where all do.
 
-    longrope and dynamic NTK change every key's rotation once a sequence is longer than the original
-    context; the cache of a shorter one would then be wrong, so the context ends there.
+    longrope has a second set of factors beyond the original context, dynamic NTK another base for each
+    length beyond `max_position_embeddings` (transformers takes no other border for it).
     """
-    if scaling_kind(rope.scaling) not in LENGTH_DEPENDENT:
-        return None
-    return int(_original_length(rope))
+    kind = scaling_kind(rope.scaling)
+    if kind == "longrope" and "long_factor" in rope.scaling:
+        return PositionRegimes(int(_original_length(rope)))
+    if kind == "dynamic":
+        return PositionRegimes(_dynamic_border(rope), 1)
+    return None
 
 
-def num_regimes(rope: RopeConfig) -> int:
-    """2 where sequences beyond the original context turn otherwise (longrope), else 1."""
-    is_long = scaling_kind(rope.scaling) == "longrope" and "long_factor" in rope.scaling
-    return 2 if is_long else 1
+def longest(rope: RopeConfig, positions: int) -> int:
+    """The longest context, where the configuration states ``positions``.
+
+    Dynamic NTK stretches what it states by its factor. longrope without long factors ends where it would
+    need them.
+    """
+    kind = scaling_kind(rope.scaling)
+    if kind == "dynamic":
+        return max(int(_dynamic_border(rope) * _dynamic_factor(rope)), positions)
+    if kind == "longrope" and "long_factor" not in rope.scaling:
+        return min(int(_original_length(rope)), positions)
+    return positions
 
 
 def frequencies(rope: RopeConfig, factors: F32 | None = None, regime: int = 0) -> tuple[F32, float]:
@@ -56,7 +69,7 @@ def frequencies(rope: RopeConfig, factors: F32 | None = None, regime: int = 0) -
     Args:
         rope: base, dimension and scaling.
         factors: divisors per frequency that a file carries, float32 ``[rotary_dim / 2]``.
-        regime: 0 up to the original context, 1 beyond (longrope).
+        regime: which regime of `regimes_of`; 0 up to its border.
 
     Returns:
         float32 ``[rotary_dim / 2]`` radians per position, and the attention factor (1 except yarn).
@@ -70,8 +83,10 @@ def frequencies(rope: RopeConfig, factors: F32 | None = None, regime: int = 0) -
         return (plain / factors).astype(np.float32), 1.0
     kind = scaling_kind(rope.scaling)
     try:
-        if kind in ("default", "dynamic"):
+        if kind == "default":
             return plain, 1.0
+        if kind == "dynamic":
+            return _dynamic(plain, rope, regime), 1.0
         if kind == "linear":
             return (plain / np.float32(rope.scaling["factor"])).astype(np.float32), 1.0
         if kind == "proportional":
@@ -111,6 +126,35 @@ def _proportional(plain: F32, rope: RopeConfig) -> F32:
     num_turning = int(float(rope.scaling.get("partial_rotary_factor", 1.0)) * rope.rotary_dim // 2)
     turning = np.where(np.arange(len(plain)) < num_turning, plain, np.float32(0))
     return (turning / np.float32(rope.scaling.get("factor", 1.0))).astype(np.float32)
+
+
+def _dynamic_border(rope: RopeConfig) -> int:
+    if rope.original_max_positions is None:
+        raise KeyError("max_position_embeddings")
+    return int(rope.original_max_positions)
+
+
+def _dynamic_factor(rope: RopeConfig) -> float:
+    factor = rope.scaling.get("factor")
+    if factor is None:
+        raise ModelError("rope_scaling of kind dynamic lacks the field 'factor'")
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or factor < 1:
+        raise ModelError(f"rope_scaling of kind dynamic has factor {factor!r}: it must be at least 1")
+    return float(factor)
+
+
+def _dynamic(plain: F32, rope: RopeConfig, regime: int) -> F32:
+    """Dynamic NTK scaling: the base grows with the length, so that the slowest turn spans it.
+
+    base' = base * (factor * length / border - (factor - 1)) ** (dim / (dim - 2)), as transformers has it.
+    """
+    factor, border, dim = _dynamic_factor(rope), _dynamic_border(rope), rope.rotary_dim
+    if regime == 0 or factor == 1 or dim <= 2:
+        return plain
+    stretch = np.float32(factor * (border + regime) / border - (factor - 1))
+    base = np.float32(rope.theta) * stretch ** np.float32(dim / (dim - 2))
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    return (1.0 / base**exponents).astype(np.float32)
 
 
 def _longrope(plain: F32, rope: RopeConfig, regime: int) -> tuple[F32, float]:
@@ -163,32 +207,61 @@ def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
 
 
 class RopeTable:
-    """cos and sin for positions 0, 1, ...; grows by doubling up to what a step needs.
+    """cos and sin for positions 0, 1, ... in the first regime; grows by doubling up to what a step needs.
 
-    With several regimes the row of position p in regime r is ``p * num_regimes + r``.
+    Rows of sequences in other regimes are computed per step: they turn once and are not met again.
     """
 
     def __init__(self, rope: RopeConfig, factors: F32 | None = None) -> None:
         """Args: rope: which rotation; factors: see `frequencies`."""
-        self.num_regimes = num_regimes(rope)
-        rates = [frequencies(rope, factors, regime) for regime in range(self.num_regimes)]
-        self.inverse_frequencies = np.stack([inverse for inverse, _ in rates])
-        self.attention_factor = rates[0][1]
-        self.cos = self.sin = np.empty((0, self.inverse_frequencies.shape[1]), np.float32)
+        self._rope = rope
+        self._factors = factors
+        self._has_regimes = regimes_of(rope) is not None
+        self.inverse_frequencies, self.attention_factor = frequencies(rope, factors)
+        self.cos = self.sin = np.empty((0, len(self.inverse_frequencies)), np.float32)
+        self._of_regime: dict[int, F32] = {0: self.inverse_frequencies}
+        self._step: tuple[I32, I32, F32, F32] | None = None
 
     def cover(self, num_positions: int) -> tuple[F32, F32]:
-        """Cos and sin, float32 ``[at least num_positions * num_regimes, rotary_dim / 2]``."""
-        if num_positions * self.num_regimes > len(self.cos):
+        """Cos and sin of the first regime, float32 ``[at least num_positions, rotary_dim / 2]``."""
+        if num_positions > len(self.cos):
             count = max(MINIMUM_ROWS, 1 << (num_positions - 1).bit_length())
-            positions = np.arange(count, dtype=np.float32)[:, None, None]
-            angles = (positions * self.inverse_frequencies).reshape(count * self.num_regimes, -1)
-            factor = np.float32(self.attention_factor)
-            self.cos, self.sin = np.cos(angles) * factor, np.sin(angles) * factor
+            positions = np.arange(count, dtype=np.float32)[:, None]
+            self.cos, self.sin = self._turned(positions * self.inverse_frequencies)
         return self.cos, self.sin
 
-    def rows(self, batch: AttendBatch) -> I32:
-        """Which row turns each token of a step."""
-        if self.num_regimes == 1:
-            return batch.positions
-        rows = batch.positions * np.int32(self.num_regimes)
-        return rows if batch.regimes is None else rows + batch.regimes
+    def of_step(self, batch: AttendBatch, num_positions: int) -> tuple[I32, F32, F32]:
+        """Which row of which cos and sin turns each token of a step.
+
+        Args:
+            batch: its rows, positions and regimes.
+            num_positions: one more than the last position.
+
+        Returns:
+            int32 ``[T]`` and two float32 ``[rows, rotary_dim / 2]``.
+        """
+        positions, regimes = batch.positions, batch.regimes
+        if regimes is None or not self._has_regimes:
+            return positions, *self.cover(num_positions)
+        known = self._step
+        if known is None or not (
+            np.array_equal(known[0], positions) and np.array_equal(known[1], regimes)
+        ):
+            met, which = np.unique(regimes, return_inverse=True)
+            rates = np.stack([self._frequencies_of(regime) for regime in met.tolist()])[which]
+            cos, sin = self._turned(positions[:, None].astype(np.float32) * rates)
+            known = self._step = (positions.copy(), regimes.copy(), cos, sin)
+        return np.arange(len(positions), dtype=np.int32), known[2], known[3]
+
+    def _turned(self, angles: F32) -> tuple[F32, F32]:
+        factor = np.float32(self.attention_factor)
+        return np.cos(angles) * factor, np.sin(angles) * factor
+
+    def _frequencies_of(self, regime: int) -> F32:
+        found = self._of_regime.get(regime)
+        if found is None:
+            if len(self._of_regime) > MAX_REMEMBERED:
+                self._of_regime = {0: self.inverse_frequencies}
+            found, _ = frequencies(self._rope, self._factors, regime)
+            self._of_regime[regime] = found
+        return found

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from kvern.errors import ModelError, UnsupportedModelError
 from kvern.models.config import Config, DecoderConfig, LayerConfig, RopeConfig
-from kvern.models.rope import SCALING_KINDS, length_limit, num_regimes, scaling_kind
+from kvern.models.rope import SCALING_KINDS, longest, regimes_of, scaling_kind
+from kvern.spec.regimes import PositionRegimes
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -207,14 +208,15 @@ def usual_decoder(config: Config, layers: Sequence[LayerConfig], **changes: Any)
                 "KV heads: the configuration is damaged"
             )
     positions = optional_integer(config, "max_position_embeddings", DEFAULT_POSITIONS)
-    limits = [length_limit(layer.rope) for layer in layers if layer.rope is not None]
-    has_regimes = any(num_regimes(layer.rope) > 1 for layer in layers if layer.rope is not None)
+    ropes = {layer.rope for layer in layers if layer.rope is not None}
+    context = min((longest(rope, positions) for rope in ropes), default=positions)
+    regimes = _common_regimes(ropes)
     bias = flag(config, "attention_bias")
     decoder = DecoderConfig(
         hidden_size=integer(config, "hidden_size"),
         vocab_size=integer(config, "vocab_size"),
-        max_positions=min([positions, *(limit for limit in limits if limit is not None)]),
-        long_positions=positions if has_regimes else 0,
+        max_positions=context,
+        regimes=regimes if regimes is not None and regimes.border < context else None,
         norm_eps=changes.pop("norm_eps", None) or number(config, "rms_norm_eps", 1e-6),
         layers=tuple(layers),
         tie_embeddings=flag(config, "tie_word_embeddings"),
@@ -223,6 +225,16 @@ def usual_decoder(config: Config, layers: Sequence[LayerConfig], **changes: Any)
         mlp_bias=flag(config, "mlp_bias"),
     )
     return replace(decoder, **changes)
+
+def _common_regimes(ropes: Iterable[RopeConfig]) -> PositionRegimes | None:
+    found = {regimes for regimes in map(regimes_of, ropes) if regimes is not None}
+    if len(found) > 1:
+        borders = sorted(regimes.border for regimes in found)
+        raise UnsupportedModelError(
+            f"layers whose rotations change beyond different lengths ({borders}) are not computed"
+        )
+    return found.pop() if found else None
+
 
 
 def layer_norm_decoder(
