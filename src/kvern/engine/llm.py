@@ -142,7 +142,7 @@ class LLM:
             if len(ids) < 2:
                 raise InputError(f"scoring needs at least 2 tokens, got {len(ids)}")
             requests.append((self._request(ids, SamplingParams(), needs_all_logits=True), None))
-        runner = self._model.runner
+        runner, total = self._model.runner, sum(len(each.prompt) - 1 for each, _ in requests)
         states = self._loop.submit(requests)
         try:
             for state in states:

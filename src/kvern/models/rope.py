@@ -139,7 +139,9 @@ def _dynamic_factor(rope: RopeConfig) -> float:
     if factor is None:
         raise ModelError("rope_scaling of kind dynamic lacks the field 'factor'")
     if isinstance(factor, bool) or not isinstance(factor, int | float) or factor < 1:
-        raise ModelError(f"rope_scaling of kind dynamic has factor {factor!r}: it must be at least 1")
+        raise ModelError(
+            f"rope_scaling of kind dynamic has factor {factor!r}: it must be at least 1"
+        )
     return float(factor)
 
 

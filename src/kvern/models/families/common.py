@@ -196,10 +196,9 @@ def usual_layer(config: Config, **changes: Any) -> LayerConfig:
 def usual_decoder(config: Config, layers: Sequence[LayerConfig], **changes: Any) -> DecoderConfig:
     """Llama's frame around the layers; ``changes`` replace fields.
 
-    The context ends where a length-dependent rotary scaling would change its frequencies.
-
     Raises:
         ModelError: a layer whose query heads cannot be shared out over its KV heads.
+        UnsupportedModelError: layers whose rotations change at different lengths.
     """
     for layer in layers:
         if layer.num_kv_heads and layer.num_heads % layer.num_kv_heads:
@@ -226,6 +225,7 @@ def usual_decoder(config: Config, layers: Sequence[LayerConfig], **changes: Any)
     )
     return replace(decoder, **changes)
 
+
 def _common_regimes(ropes: Iterable[RopeConfig]) -> PositionRegimes | None:
     found = {regimes for regimes in map(regimes_of, ropes) if regimes is not None}
     if len(found) > 1:
@@ -234,7 +234,6 @@ def _common_regimes(ropes: Iterable[RopeConfig]) -> PositionRegimes | None:
             f"layers whose rotations change beyond different lengths ({borders}) are not computed"
         )
     return found.pop() if found else None
-
 
 
 def layer_norm_decoder(
