@@ -1,8 +1,9 @@
 """Forward passes without any cache, by the model's own weights: also deliberately wrong ones.
 
 The pass shares matrix products, norms and rotations with the engine's backend, and nothing with its cache:
-keys and values are plain arrays, attention is a few lines of numpy with an explicit mask. `Replay` says what
-a pass does: with its default values the right thing, otherwise what a known fault would do. A fault is named
+keys and values are plain arrays, attention is a few lines of numpy with an explicit mask. In narrow formats
+a row sees its own block as computed and earlier blocks rounded to their stored form. `Replay` says what a
+pass does: with its default values the right thing, otherwise what a known fault would do. A fault is named
 when its replay gives the logits that the engine gave.
 """
 
@@ -15,13 +16,16 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvern.kernels.protocol import F32, I64, AttendBatch, AttendParams, Backend, PagedStream
+from kvern.kernels.protocol import F32, AttendBatch, AttendParams, Backend, PagedStream
 from kvern.models.attention import LayerCache
 from kvern.models.decoder import Decoder
 from kvern.models.workspace import Workspace
+from kvern.spec.codec import Codec
 from kvern.spec.pages import state_offsets
+from kvern.store.codecs import seal, unseal
 from kvern.store.dtypes import decode, encode
 from kvern.store.pool import PagedStore
+from kvern.store.streams import OPEN_DTYPE
 
 Bool = npt.NDArray[np.bool_]
 
@@ -69,7 +73,24 @@ class _Stream:
     """Stands where the decoder expects a paged stream; `place` tells streams apart."""
 
     place: tuple[int, int]
-    dtype: str
+    codec: Codec
+    block_size: int
+
+    @property
+    def open_dtype(self) -> str:
+        """What rows are rounded to when they are appended."""
+        return self.codec.dtype if self.codec.is_wide else OPEN_DTYPE
+
+    def sealed(self, rows: F32) -> F32:
+        """Rows ``[n, heads, dim]`` as whole blocks of them are stored; the last, incomplete one as it is."""
+        if self.codec.is_wide:
+            return rows
+        stored, size = rows.copy(), self.block_size
+        for start in range(0, len(rows) - size + 1, size):
+            block = np.ascontiguousarray(rows[start : start + size].transpose(1, 0, 2))
+            values = unseal(seal(block, self.codec), self.codec, block.shape)
+            stored[start : start + size] = values.transpose(1, 0, 2)
+        return stored
 
 
 @dataclass(slots=True)
@@ -105,10 +126,10 @@ class _DenseBackend:
         """Row-wise operations that the inner backend may have beside those below."""
         return getattr(self._inner, name)
 
-    def append(self, x: F32, stream: PagedStream, slot_mapping: I64) -> None:
-        """Keep the rows, rounded as the pool would round them."""
+    def append(self, x: F32, stream: PagedStream, batch: AttendBatch) -> None:
+        """Keep the rows, rounded as the pool would round them while their block is open."""
         place = cast(_Stream, stream)
-        self._state.collected[place] = decode(encode(x, place.dtype), place.dtype)
+        self._state.collected[place] = decode(encode(x, place.open_dtype), place.open_dtype)
 
     def attend(
         self,
@@ -122,13 +143,24 @@ class _DenseBackend:
         """Attention over plain arrays, once more with the swapped content for the rows that see it."""
         streams, swap = (cast(_Stream, keys), cast(_Stream, values)), self._state.replay.swap
         seen = visible(self._state.replay, params)
-        key_rows, value_rows = (self._state.rows(stream) for stream in streams)
-        out[...] = _attention(q, key_rows, value_rows, seen, params)
+        forms = by_form(self._state.replay, seen, streams)
+        out[...] = _attention(q, *self._both_forms(streams), forms, params)
         if swap is not None and swap.first_query < len(q):
             rows = slice(swap.first_query, None)
-            key_rows, value_rows = (self._state.rows(stream, is_swapped=True) for stream in streams)
-            out[rows] = _attention(q[rows], key_rows, value_rows, seen[rows], params)
+            both = self._both_forms(streams, is_swapped=True)
+            out[rows] = _attention(q[rows], *both, forms[rows], params)
         return int(seen.sum())
+
+    def _both_forms(
+        self, streams: tuple[_Stream, _Stream], *, is_swapped: bool = False
+    ) -> tuple[F32, F32]:
+        """Keys and values as computed, and behind them, where one is narrow, once more as they are stored."""
+        own = [self._state.rows(stream, is_swapped=is_swapped) for stream in streams]
+        if all(stream.codec.is_wide for stream in streams):
+            return own[0], own[1]
+        pairs = zip(streams, own, strict=True)
+        keys, values = (np.concatenate((rows, stream.sealed(rows))) for stream, rows in pairs)
+        return keys, values
 
 
 def visible(replay: Replay, params: AttendParams) -> Bool:
@@ -144,6 +176,25 @@ def visible(replay: Replay, params: AttendParams) -> Bool:
     if params.chunk is not None:
         seen &= key >= end[:, None] // params.chunk * params.chunk
     return seen
+
+
+def by_form(replay: Replay, seen: Bool, streams: tuple[_Stream, _Stream]) -> Bool:
+    """Which rows of `_both_forms` each row sees: its own block as computed, earlier ones as stored.
+
+    Args:
+        replay: where each row's mask ends, and with it its own block.
+        seen: what `visible` says, ``[n, n]``.
+        streams: keys and values.
+
+    Returns:
+        ``seen``, or ``[n, 2 n]`` where one of the streams is narrow.
+    """
+    if all(stream.codec.is_wide for stream in streams):
+        return seen
+    index, size = np.arange(len(seen)), streams[0].block_size
+    end = np.array(replay.mask_end) if replay.mask_end else index
+    is_own = index[None, :] >= end[:, None] // size * size
+    return np.concatenate((seen & is_own, seen & ~is_own), axis=1)
 
 
 def _attention(q: F32, keys: F32, values: F32, seen: Bool, params: AttendParams) -> F32:
@@ -171,7 +222,7 @@ class DensePass:
     """Runs replays on one model."""
 
     def __init__(self, decoder: Decoder, store: PagedStore) -> None:
-        """Args: decoder: untouched; store: tells which layers share a stream, and the stored dtypes."""
+        """Args: decoder: untouched; store: tells which layers share a stream, and the stored forms."""
         self._decoder = decoder
         self._store = store
         self._known: dict[tuple[int, ...], dict[_Stream, F32]] = {}
@@ -207,6 +258,9 @@ class DensePass:
             np.array(replay.rope or range(count), np.int32),
             np.zeros(count, np.int64),
         )
+        regimes = decoder.config.regimes
+        if regimes is not None and count > regimes.border:
+            batch.regimes = np.full(count, regimes.of(count), np.int32)
         workspace = Workspace(decoder.config, count)
         tokens = np.array(replay.tokens, np.int32)
         hidden, _ = decoder.forward(tokens, [batch], self._cache(), workspace)
@@ -242,4 +296,4 @@ class DensePass:
 
 
 def _stand_in(group: int, stream: PagedStream) -> _Stream:
-    return _Stream((group, stream.offset), stream.dtype)
+    return _Stream((group, stream.offset), stream.form, stream.block_size)

@@ -8,6 +8,8 @@ table leads to with what its own tokens ask for.
     pool     block 7   [ k v | k v | k v | ... ]        numbers
     shadow   block 7   [  12 |  13 |  57 | ... ]        "tokens 0..p of request a", by number
                           ok    ok    57 is a run of request b: named, with how it came there
+
+Open blocks of narrow formats, one per seat, are a memory of their own (`kvern.check.slots`).
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvern.check.contexts import LONG_ROOT, ROOT, UNWRITTEN, Contexts
+from kvern.check.contexts import UNWRITTEN, Contexts
 from kvern.check.names import Fault
 from kvern.check.slots import ShadowSlots
-from kvern.core.plan import BlockOp, Chunk, Copy
+from kvern.core.plan import BlockOp, Chunk, Copy, CopyOpen
 from kvern.core.sequence import Sequence as TokenSequence
 from kvern.kernels.protocol import AttendBatch
-from kvern.spec.groups import KVGroup
+from kvern.spec.pages import KVPlan
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -68,17 +70,18 @@ class PoolView:
 class Shadow:
     """Follows one engine's pool and collects violations, one per request and kind."""
 
-    def __init__(
-        self, groups: Sequence[KVGroup], num_blocks: int, contexts: Contexts, pool: PoolView
-    ) -> None:
+    def __init__(self, plan: KVPlan, contexts: Contexts, pool: PoolView) -> None:
         self.contexts = contexts
         self.violations: list[Violation] = []
         self._pool = pool
-        self._groups = {
-            index: ShadowSlots(group, num_blocks)
-            for index, group in enumerate(groups)
-            if not group.is_state
+        groups = {i: group for i, group in enumerate(plan.groups) if not group.is_state}
+        self._groups = {i: ShadowSlots(group, plan.num_blocks) for i, group in groups.items()}
+        self._open = {
+            i: ShadowSlots(group, plan.num_open_blocks)
+            for i, group in groups.items()
+            if group.is_narrow
         }
+        self._writes_at_once = {i for i, group in groups.items() if group.has_wide}
         self._writers: list[Writer] = []
         self._writer_numbers: dict[int, int] = {}
         self._paths: dict[tuple[int, int], tuple[I32, I64]] = {}
@@ -99,8 +102,7 @@ class Shadow:
         if not np.array_equal(known_tokens[:usable], tokens[:usable]):
             usable = 0
         if usable < length:
-            root = LONG_ROOT if seq.regime else ROOT
-            last = int(known[usable - 1]) if usable else root
+            last = int(known[usable - 1]) if usable else self.contexts.root(seq.regime)
             more = self.contexts.extend(last, tokens[usable:].tolist())
             known = np.concatenate((known[:usable], more))
             self._paths[seq.seq_id, seq.regime] = tokens.copy(), known
@@ -122,13 +124,22 @@ class Shadow:
     def on_ops(self, ops: Sequence[BlockOp]) -> None:
         """Follow a step's block operations."""
         for op in ops:
-            if isinstance(op, Copy) and op.group in self._groups:
-                self._groups[op.group].copy(op)
+            if isinstance(op, CopyOpen):
+                self._open[op.group].copy(op)
+            elif isinstance(op, Copy) and op.group in self._groups:
+                group = self._groups[op.group]
+                if op.group in self._writes_at_once or op.num_tokens == group.block_size:
+                    group.copy(op)
 
     def on_poison(self, blocks: I32) -> None:
         """Follow free blocks that were filled with a pattern."""
         for group in self._groups.values():
             group.forget(blocks)
+
+    def on_poison_seats(self, seats: I32) -> None:
+        """Follow free seats whose open blocks were filled with a pattern."""
+        for group in self._open.values():
+            group.forget(seats)
 
     def on_forward(
         self, token_ids: I32, batches: Sequence[AttendBatch], chunks: Sequence[Chunk]
@@ -138,8 +149,8 @@ class Shadow:
             self._follow_progress(chunk)
             if self._check_tokens(token_ids, batches[0], row, chunk):
                 self._check_geometry(batches, row, chunk)
-            for index, group in self._groups.items():
-                self._check_reads(group, batches[index], row, chunk)
+            for index in self._groups:
+                self._check_reads(index, batches[index], row, chunk)
         for index in self._groups:
             self._check_distinct(batches[index], chunks)
             for row, chunk in enumerate(chunks):
@@ -214,12 +225,27 @@ class Shadow:
                     "ends in the wrong place",
                 )
 
-    def _check_reads(self, group: ShadowSlots, batch: AttendBatch, row: int, chunk: Chunk) -> None:
+    def _check_reads(self, index: int, batch: AttendBatch, row: int, chunk: Chunk) -> None:
         """Everything before the chunk that its queries may see is what the sequence's tokens ask for."""
+        group, opened = self._groups[index], self._open.get(index)
         positions = group.live_positions(chunk.start)
+        if opened is not None:
+            assert batch.seats is not None
+            is_own = positions >= chunk.start // group.block_size * group.block_size
+            seats = np.full(int(is_own.sum()), batch.seats[row])
+            slots = seats * group.block_size + positions[is_own] % group.block_size
+            if not self._is_right(opened, chunk, positions[is_own], slots):
+                return
+            if index not in self._writes_at_once:
+                positions = positions[~is_own]
         if len(positions) == 0:
             return
         slots = group.slots(batch.block_tables[row], positions)
+        if self._is_right(group, chunk, positions, slots):
+            self._check_holders(group, chunk, positions, slots)
+
+    def _is_right(self, group: ShadowSlots, chunk: Chunk, positions: I64, slots: I64) -> bool:
+        """Whether slots hold what the tokens ask for at these positions; names the first that does not."""
         wanted = self.path(chunk.seq, chunk.start)[positions]
         wrong = np.flatnonzero(group.content[slots] != wanted)
         if len(wrong):
@@ -227,7 +253,10 @@ class Shadow:
             self._name_read(
                 group, chunk, int(positions[first]), int(slots[first]), int(wanted[first])
             )
-            return
+        return len(wrong) == 0
+
+    def _check_holders(self, group: ShadowSlots, chunk: Chunk, positions: I64, slots: I64) -> None:
+        """The blocks that are read are held by somebody, and were written under the sequence's own salt."""
         blocks = slots // group.block_size
         free = np.flatnonzero((self._pool.refs()[blocks] <= 0) | (blocks == 0))
         if len(free):
@@ -255,15 +284,16 @@ class Shadow:
     ) -> None:
         """Say why a slot does not hold what the sequence's tokens ask for."""
         block, content = slot // group.block_size, int(group.content[slot])
-        here = f"position {position} (block {block})"
+        is_page = group in self._groups.values()
+        here = f"position {position} ({'block' if is_page else 'open block of seat'} {block})"
         was_resumed = position < self._resumed_at.get(chunk.seq.seq_id, 0)
         if was_resumed:
             fault = Fault.TOKENS_LOST
             held = self._describe(content)
             said = f"{here} was not computed again when the request resumed, and holds {held}"
-        elif block == 0 or (content == UNWRITTEN and group.before[slot] == wanted):
+        elif (is_page and block == 0) or (content == UNWRITTEN and group.before[slot] == wanted):
             fault, said = Fault.BLOCK_OWNER, f"{here} has been given back and is still read"
-        elif group.copied_from[slot] and group.before[slot] != wanted:
+        elif is_page and group.copied_from[slot] and group.before[slot] != wanted:
             fault = Fault.TAIL_TOO_FAR
             said = (
                 f"{here} was copied from block {int(group.copied_from[slot])}, which holds "
@@ -290,15 +320,17 @@ class Shadow:
         self._note(fault, chunk, position, said)
 
     def _check_distinct(self, batch: AttendBatch, chunks: Sequence[Chunk]) -> None:
-        """No two rows of a step write one slot."""
-        slots, counts = np.unique(batch.slot_mapping, return_counts=True)
-        if (counts > 1).any():
-            slot = int(slots[np.argmax(counts > 1)])
-            rows = np.flatnonzero(batch.slot_mapping == slot)
-            first, second = (
-                chunks[int(np.searchsorted(batch.cu_seqlens_q, row, side="right")) - 1]
-                for row in rows[:2]
-            )
+        """No two rows of a step write one slot, and no two sequences have one seat."""
+        sequence_of_row = np.repeat(np.arange(len(chunks)), np.diff(batch.cu_seqlens_q))
+        places = [(batch.slot_mapping, sequence_of_row)]
+        if batch.seats is not None:
+            places.append((batch.seats.astype(np.int64), np.arange(len(chunks))))
+        for targets, owners in places:
+            distinct, counts = np.unique(targets, return_counts=True)
+            if not (counts > 1).any():
+                continue
+            both = np.flatnonzero(targets == distinct[np.argmax(counts > 1)])[:2]
+            first, second = (chunks[int(owners[row])] for row in both)
             is_sibling = first.seq.request is second.seq.request
             self._note(
                 Fault.FORK if is_sibling else Fault.BLOCK_OWNER,
@@ -316,7 +348,25 @@ class Shadow:
             return
         blocks = np.unique(slots // group.block_size)
         self._check_writable(chunk, index, blocks)
-        group.write(slots, content, self.writer_of(chunk.seq))
+        if index in self._open:
+            assert batch.seats is not None
+            self._write_open(index, batch.block_tables[row], int(batch.seats[row]), chunk)
+        if index not in self._open or index in self._writes_at_once:
+            group.write(slots, content, self.writer_of(chunk.seq))
+
+    def _write_open(self, index: int, table: I32, seat: int, chunk: Chunk) -> None:
+        """A narrow layer's append: whole blocks into their pages, the rest into the seat's open block."""
+        group, opened, size = self._groups[index], self._open[index], self._groups[index].block_size
+        start, end = chunk.start, chunk.start + chunk.length
+        own, writer = self.path(chunk.seq, end), self.writer_of(chunk.seq)
+        sealed = np.arange(start // size * size, end // size * size)
+        if index not in self._writes_at_once and len(sealed):
+            content = own[sealed].copy()
+            num_kept = min(start % size, len(sealed))
+            content[:num_kept] = opened.content[seat * size : seat * size + num_kept]
+            group.write(group.slots(table, sealed), content, writer)
+        kept = np.arange(max(start, end // size * size), end)
+        opened.write(seat * size + kept % size, own[kept], writer)
 
     def _check_writable(self, chunk: Chunk, group_index: int, blocks: I64) -> None:
         refs, nodes = self._pool.refs(), self._pool.nodes()

@@ -1,4 +1,8 @@
-"""The shadow of one KV group's slots: arrays beside the pool, one entry per token slot."""
+"""The shadow of one KV group's slots: arrays beside the pool, one entry per token slot.
+
+A narrow group has two memories: its open blocks, one per seat, and its pages, which are written when a block is
+complete. Where some of its layers are wide, these write every row into the page at once.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvern.check.contexts import UNWRITTEN
-from kvern.core.plan import Copy
+from kvern.core.plan import Copy, CopyOpen
 from kvern.spec.groups import KVGroup
 
 I32 = npt.NDArray[np.int32]
@@ -17,6 +21,7 @@ class ShadowSlots:
     """One KV group's slots: content, the content before that, writer, and whether it was copied."""
 
     def __init__(self, group: KVGroup, num_blocks: int) -> None:
+        """Args: num_blocks: pages of the pool, or open blocks."""
         self.block_size = group.block_size
         self.reach = group.spec.reach
         num_slots = num_blocks * group.block_size
@@ -47,14 +52,15 @@ class ShadowSlots:
         self.writer[slots] = writer
         self.copied_from[slots] = 0
 
-    def copy(self, op: Copy) -> None:
-        """Note a copied beginning of a block."""
-        source = np.arange(op.num_tokens) + op.src * self.block_size
-        target = np.arange(op.num_tokens) + op.dst * self.block_size
+    def copy(self, op: Copy | CopyOpen) -> None:
+        """Note a copied beginning of a block, or of an open block."""
+        src, dst = (op.src, op.dst) if isinstance(op, Copy) else (op.src_seat, op.dst_seat)
+        source = np.arange(op.num_tokens) + src * self.block_size
+        target = np.arange(op.num_tokens) + dst * self.block_size
         self.before[target] = self.content[target]
         self.content[target] = self.content[source]
         self.writer[target] = self.writer[source]
-        self.copied_from[target] = op.src
+        self.copied_from[target] = src
 
     def forget(self, blocks: I32) -> None:
         """Note blocks whose bytes were overwritten with a pattern that nobody may read."""

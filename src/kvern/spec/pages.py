@@ -70,6 +70,13 @@ class KVGroup:
         return any(not cache.is_wide for caches in self.caches for cache in caches)
 
     @property
+    def has_wide(self) -> bool:
+        """Whether some stream is stored as it is computed, also while its block is open."""
+        return any(
+            codec.is_wide for caches in self.caches for cache in caches for _, codec in cache.streams
+        )
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of a block (or state entry) that carry something."""
         return sum(layer_bytes(caches, self.block_size) for caches in self.caches)

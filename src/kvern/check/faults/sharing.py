@@ -139,6 +139,7 @@ def write_into_sibling(llm: LLM) -> None:
                 batch,
                 block_tables=batch.block_tables.copy(),
                 slot_mapping=batch.slot_mapping.copy(),
+                seats=None if batch.seats is None else batch.seats.copy(),
                 backend_data={},
             )
             for batch in batches
@@ -152,6 +153,8 @@ def write_into_sibling(llm: LLM) -> None:
             for batch in changed:
                 index = chunk.start // llm.settings.block_size
                 batch.block_tables[row, index] = batch.block_tables[leader, index]
+                if batch.seats is not None:
+                    batch.seats[[row, leader]] = batch.seats[[leader, row]]
                 places = batch.cu_seqlens_q[[row, leader]]
                 # Two rows that write one slot would add a race between threads: they change places.
                 batch.slot_mapping[places] = batch.slot_mapping[places[::-1]]
