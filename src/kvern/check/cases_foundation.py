@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from kvern.check.against import EXACT_MARGIN, TOLERANCE, margins_of
 from kvern.check.compare import F32, INFINITE, compare
 from kvern.check.dense import Replay
 from kvern.check.lab import Lab
 from kvern.check.names import Fault
 from kvern.check.sheet import Case, Sheet
 from kvern.check.uncached import UncachedRow
-from kvern.models.decoder import Decoder
-from kvern.models.feed_forward import DenseBesideExperts, Experts
 from kvern.spec.reach import All
 
-EXACT_LIMIT, NARROW_LIMIT, QUANTISED_LIMIT = 2e-4, 5e-2, 0.5
+EXACT_LIMIT, NARROW_LIMIT, QUANTISED_LIMIT = TOLERANCE, 5e-2, 0.5
 """Share of the range by which the full pass may differ from the independent one.
 
 Both use the same matrix products, so with float32 keys and values only attention's own rounding is left.
@@ -25,8 +23,8 @@ Where keys, values or activations are rounded to fewer bits, a difference in the
 a whole step, and deep models spread that: then the distributions must still have the same shape.
 """
 
-EXACT_MARGIN, NARROW_MARGIN = 1e-4, 2e-2
-"""Difference between the last expert chosen and the first left out below which a choice is a near tie."""
+NARROW_MARGIN = 2e-2
+"""As `EXACT_MARGIN`, where keys, values or activations are rounded to fewer bits."""
 
 LEAST_CORRELATION = 0.98
 """Of every row's logits with the independent ones."""
@@ -34,7 +32,7 @@ LEAST_CORRELATION = 0.98
 
 def foundation_cases(lab: Lab) -> Iterator[Case]:
     """Both; they come first, because the others compare with what they establish."""
-    length = lab.fitting(min(max(35, 2 * lab.block_size + 3), 130))
+    length = lab.within_first_regime(lab.fitting(min(max(35, 2 * lab.block_size + 3), 130)))
     tokens = lab.tokens(length)
 
     def full_pass(sheet: Sheet) -> None:
@@ -58,7 +56,7 @@ def _full_pass(tokens: Sequence[int], sheet: Sheet) -> None:
             f"a full pass over {len(tokens)} tokens gave {len(rows)} rows of logits",
         )
         return
-    logits = np.stack([row.logits for row in rows])
+    logits = np.stack([row.logits for row in rows if row.logits is not None])
     if not np.isfinite(logits).all():
         first = int(np.argmin(np.isfinite(logits).all(axis=1)))
         sheet.find(
@@ -68,43 +66,14 @@ def _full_pass(tokens: Sequence[int], sheet: Sheet) -> None:
         return
     if _is_degenerate(lab, tokens, logits, sheet):
         return
-    with _margins(lab.llm.model.decoder, len(tokens)) as margins:
+    with margins_of(lab.llm.model.decoder, len(tokens)) as margins:
         dense = lab.dense.logits(Replay(tuple(tokens)), list(range(len(tokens))))
-    num_clear = _num_clear_rows(lab, margins)
+    is_exact = _limit(lab) == EXACT_LIMIT
+    num_clear = margins.first_unclear(EXACT_MARGIN if is_exact else NARROW_MARGIN)
     if num_clear < len(tokens):
         sheet.note(f"{len(tokens) - num_clear} positions behind a near tie of experts left out")
     if num_clear:
         _compare_with_dense(lab, logits[:num_clear], dense[:num_clear], sheet)
-
-
-@contextlib.contextmanager
-def _margins(decoder: Decoder, num_tokens: int) -> Iterator[F32]:
-    """How clear the least clear choice of experts is for each row, over all layers, filled in within."""
-    least = np.full(num_tokens, np.inf, np.float32)
-    parts = [layer.feed_forward for layer in decoder.layers]
-    routed = [part.experts if isinstance(part, DenseBesideExperts) else part for part in parts]
-    experts = [part for part in routed if isinstance(part, Experts)]
-
-    def note(margin: F32) -> None:
-        np.minimum(least, margin, out=least)
-
-    for part in experts:
-        part.on_margin = note
-    try:
-        yield least
-    finally:
-        for part in experts:
-            part.on_margin = None
-
-
-def _num_clear_rows(lab: Lab, margins: F32) -> int:
-    """Rows before the first whose experts might have been chosen otherwise.
-
-    Two right computations may then choose differently, and every later row attends to the difference.
-    """
-    limit = EXACT_MARGIN if _limit(lab) == EXACT_LIMIT else NARROW_MARGIN
-    unclear = np.flatnonzero(margins < limit)
-    return int(unclear[0]) if len(unclear) else len(margins)
 
 
 def _compare_with_dense(lab: Lab, logits: F32, dense: F32, sheet: Sheet) -> None:
@@ -152,7 +121,7 @@ def _is_degenerate(lab: Lab, tokens: Sequence[int], logits: F32, sheet: Sheet) -
         other[changed] = (other[changed] + 1) % lab.llm.model.decoder.config.vocab_size
         lab.uncached.prepare(other)
         rows = _rows(lab, other)
-        if not rows or np.array_equal(rows[-1].logits, logits[-1]):
+        if not rows or np.array_equal(rows[-1].logits, logits[-1]):  # type: ignore[arg-type]
             sheet.find(
                 Fault.DEGENERATE,
                 f"the logits at position {len(tokens) - 1} stay the same when the token at {changed} "
@@ -172,7 +141,9 @@ def _repeat(tokens: Sequence[int], sheet: Sheet) -> None:
     first = {int(node): lab.uncached.find(int(node)) for node in lab.contexts.path(tokens)}
     for row_number, (node, again) in enumerate(lab.full_pass(tokens).items()):
         before = first.get(node)
-        difference = INFINITE if before is None else compare(again.logits, before.logits)
+        difference = INFINITE
+        if before is not None and before.logits is not None and again.logits is not None:
+            difference = compare(again.logits, before.logits)
         sheet.num_compared += 1
         if difference.relative > sheet.difference.relative:
             sheet.difference, sheet.position = difference, row_number

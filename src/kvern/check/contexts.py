@@ -7,29 +7,43 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from kvern.spec.regimes import PositionRegimes
+
 I64 = npt.NDArray[np.int64]
 
 UNWRITTEN = 0
-ROOT, LONG_ROOT = 1, 2
 
 
 class Contexts:
-    """A trie of token runs. Node 0 is "nothing was written", nodes 1 and 2 are empty runs.
+    """A trie of token runs. Node 0 is "nothing was written"; the empty run of a regime is a root.
 
     Two slots hold exchangeable content exactly when they carry the same number: keys and values depend on
     all tokens up to their own, on the position regime, and on nothing else.
     """
 
-    def __init__(self, border: int | None = None) -> None:
-        """Args: border: tokens up to which a run is in the short position regime; None: there is one."""
-        self._border = border
+    def __init__(self, regimes: PositionRegimes | None = None) -> None:
+        """Args: regimes: which lengths turn alike; None where all do."""
+        self._regimes = regimes
         self._children: dict[tuple[int, int], int] = {}
-        self._parents = [UNWRITTEN] * 3
-        self._tokens = [-1] * 3
+        self._parents = [UNWRITTEN]
+        self._tokens = [-1]
+        self._roots: dict[int, int] = {}
 
     def regime(self, length: int) -> int:
         """The position regime of a run of ``length`` tokens."""
-        return int(self._border is not None and length > self._border)
+        return 0 if self._regimes is None else self._regimes.of(length)
+
+    def root(self, regime: int) -> int:
+        """The number of the empty run in a regime."""
+        found = self._roots.get(regime)
+        if found is None:
+            found = self._roots[regime] = self._add(UNWRITTEN, -1)
+        return found
+
+    def _add(self, parent: int, token: int) -> int:
+        self._parents.append(parent)
+        self._tokens.append(token)
+        return len(self._parents) - 1
 
     def extend(self, node: int, tokens: Iterable[int]) -> I64:
         """Numbers of the runs that follow ``node`` token by token, int64 ``[len(tokens)]``."""
@@ -38,10 +52,7 @@ class Contexts:
             key = (node, int(token))
             child = self._children.get(key)
             if child is None:
-                child = len(self._parents)
-                self._children[key] = child
-                self._parents.append(node)
-                self._tokens.append(key[1])
+                child = self._children[key] = self._add(*key)
             path.append(child)
             node = child
         return np.array(path, np.int64)
@@ -52,12 +63,12 @@ class Contexts:
         All are in the position regime of the whole run.
         """
         tokens = list(tokens)
-        return self.extend(LONG_ROOT if self.regime(len(tokens)) else ROOT, tokens)
+        return self.extend(self.root(self.regime(len(tokens))), tokens)
 
     def tokens(self, node: int) -> list[int]:
         """The tokens of a run."""
         found: list[int] = []
-        while node > LONG_ROOT:
+        while self._parents[node] != UNWRITTEN:
             found.append(self._tokens[node])
             node = self._parents[node]
         return found[::-1]

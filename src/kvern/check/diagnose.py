@@ -132,7 +132,9 @@ def _first_unequal(lab: Lab, rows: Sequence[Row], again: Sequence[Row]) -> Row |
 
 def _not_finite(lab: Lab, session: Session, row: Row) -> Finding:
     known = lab.uncached.find(row.node)
-    is_right_finite = known is not None and bool(np.isfinite(known.logits).all())
+    is_right_finite = known is not None and (
+        known.logits is None or bool(np.isfinite(known.logits).all())
+    )
     if not is_right_finite:
         return Finding(Fault.NOT_FINITE, f"logits are not finite at {_place(row)}", "comparison")
     note = session.watch.notes[row.seq_id]
@@ -239,7 +241,7 @@ def _evidence(lab: Lab, session: Session, rows: Sequence[Row]) -> Evidence:
         known = lab.uncached.find(row.node)
         if row.seq_id != seq_id or row.position in wrong or known is None:
             continue
-        if len(chosen) < MAX_ROWS + MAX_RIGHT_ROWS:
+        if len(chosen) < MAX_ROWS + MAX_RIGHT_ROWS and known.logits is not None:
             chosen[row.position] = known.logits
     positions = sorted(chosen)
     right = lab.dense.logits(Replay(session.watch.notes[seq_id].tokens), positions)

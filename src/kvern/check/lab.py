@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from kvern.check.against import EXACT_MARGIN, TOLERANCE, Margins, Oracle, margins_of
 from kvern.check.compare import tolerance_of
 from kvern.check.contexts import Contexts
 from kvern.check.dense import DensePass
 from kvern.check.names import Fault
 from kvern.check.session import Session
-from kvern.check.uncached import LayerTrace, UncachedRow, UncachedRows
+from kvern.check.uncached import LayerTrace, Sink, UncachedRow, UncachedRows
 from kvern.check.watch import Watch
 from kvern.core.plan import Chunk
 from kvern.core.sequence import Sequence as TokenSequence
@@ -35,10 +36,13 @@ class CheckOptions:
     Attributes:
         is_quick: fewer and shorter cases.
         trace_layers: also keep hidden states, to name the first layer that differs.
+        max_border: windows, chunks and regimes up to this length are followed past their end, whatever it
+            takes; None: up to what a few minutes allow.
     """
 
     is_quick: bool = False
     trace_layers: bool = False
+    max_border: int | None = None
 
 
 class Lab:
@@ -52,6 +56,7 @@ class Lab:
         stored_dtypes: of keys and values.
         is_random: the same input gave different logits.
         named: faults that replays have named so far.
+        oracle: gives the rows to compare with; None: the engine's own full passes.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class Lab:
         tamper: Tamper | None = None,
         *,
         tampers_last: bool = False,
+        oracle: Oracle | None = None,
     ) -> None:
         """Prepare.
 
@@ -69,15 +75,23 @@ class Lab:
             options: what to check.
             tamper: applied to every engine made here, those without a cache included.
             tampers_last: whether the doctor's own wrappers lie inside the tampered ones.
+            oracle: compare with its passes instead of the engine's own.
         """
         self.llm = llm
         self.options = options
-        self.contexts = Contexts(llm.model.scheduler.config.regime_border)
-        self.uncached = UncachedRows(self.contexts, self._full_pass)
+        self.oracle = oracle
+        self.contexts = Contexts(llm.model.scheduler.config.regimes)
         layers = range(len(llm.model.decoder.config.layers))
         found = [entry for entry in map(llm.model.store.streams, layers) if entry is not None]
         self.stored_dtypes = {stream.dtype for _, streams in found for stream in streams}
         self.tolerance = tolerance_of(llm.model.backend.row_invariant, self.stored_dtypes)
+        if oracle is not None:
+            self.tolerance = TOLERANCE
+        self.uncached = UncachedRows(
+            self.contexts,
+            self._own_rows if oracle is None else self._oracle_rows,
+            is_exact=self.tolerance == 0,
+        )
         self.noise = 0.0
         self.noise_rms = 0.0
         self.is_random = False
@@ -92,6 +106,10 @@ class Lab:
         weights = self.llm.model.weights
         is_integer = weights.backend.name == "native" and weights.weights_format == "auto"
         return is_integer and weights.is_quantised
+
+    @property
+    def _has_experts(self) -> bool:
+        return any(layer.experts is not None for layer in self.llm.model.decoder.config.layers)
 
     @property
     def block_size(self) -> int:
@@ -115,6 +133,11 @@ class Lab:
     def fitting(self, length: int) -> int:
         """A prompt length, cut to what the model's context leaves room for."""
         return max(1, min(length, self.llm.model.max_model_len - 48))
+
+    def within_first_regime(self, length: int) -> int:
+        """A length, cut to where all positions of a pass are in the regime of their own length."""
+        regimes = self.llm.model.decoder.config.regimes
+        return length if regimes is None else min(length, regimes.border)
 
     # -- engines -----------------------------------------------------------------------------------------
 
@@ -145,7 +168,7 @@ class Lab:
         llm = self.engine(num_tokens, **settings)
         if self._tamper is not None and not self._tampers_last:
             self._tamper(llm)
-        watch = Watch(llm, self.contexts, self.uncached, self.options.trace_layers)
+        watch = Watch(llm, self.contexts, self.uncached, self.options.trace_layers, self.tolerance)
         if self._tamper is not None and self._tampers_last:
             self._tamper(llm)
         return Session(llm, watch)
@@ -154,6 +177,11 @@ class Lab:
 
     def full_pass(self, tokens: Sequence[int]) -> dict[int, UncachedRow]:
         """All rows of one pass over ``tokens`` from an empty cache, by context number."""
+        rows: dict[int, UncachedRow] = {}
+        self._own_rows(tokens, rows.__setitem__)
+        return rows
+
+    def _own_rows(self, tokens: Sequence[int], sink: Sink, margins: Margins | None = None) -> None:
         count = len(tokens)
         llm = self.engine(
             count + 1,
@@ -164,7 +192,7 @@ class Lab:
         )
         if self._tamper is not None:
             self._tamper(llm)
-        collector = _Collector(self.contexts, self.options.trace_layers)
+        collector = _Collector(self.contexts, self.options.trace_layers, sink, margins)
         llm.model.runner.observer = collector
         with llm:
             llm.submit(list(tokens), SamplingParams(max_tokens=1, ignore_eos=True))
@@ -172,21 +200,40 @@ class Lab:
                 if not llm.has_work:
                     break
                 llm.step()
-        return collector.rows
 
-    def _full_pass(self, tokens: tuple[int, ...]) -> None:
-        for node, row in self.full_pass(tokens).items():
-            self.uncached.put(node, row)
+    def _oracle_rows(self, tokens: Sequence[int], sink: Sink) -> None:
+        """The oracle's rows; those behind a near tie of experts are marked, by a pass of the engine."""
+        assert self.oracle is not None
+        count = len(tokens)
+        first_unclear = count
+        if self._has_experts:
+            with margins_of(self.llm.model.decoder, count) as margins:
+                self._own_rows(tokens, lambda _node, _row: None, margins)
+            first_unclear = margins.first_unclear(EXACT_MARGIN)
+        logits = self.oracle.logits(tokens)
+        regime = self.contexts.regime(count)
+        for position, node in enumerate(self.contexts.path(tokens).tolist()):
+            if self.contexts.regime(position + 1) == regime:
+                is_unclear = position >= first_unclear
+                sink(node, UncachedRow(logits[position].copy(), is_unclear=is_unclear))
 
 
 class _Collector(Observer):
-    """Keeps every row of one pass."""
+    """Hands on every row of one pass."""
 
-    def __init__(self, contexts: Contexts, trace_layers: bool) -> None:
-        self.rows: dict[int, UncachedRow] = {}
+    def __init__(
+        self, contexts: Contexts, trace_layers: bool, sink: Sink, margins: Margins | None
+    ) -> None:
+        self._sink = sink
+        self._margins = margins
         self._contexts = contexts
         self._trace = LayerTrace(trace_layers)
         self.wants_layers = trace_layers
+
+    def on_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """The runner's observer."""
+        if self._margins is not None:
+            self._margins.on_chunks(chunks)
 
     def on_layer(self, chunks: Sequence[Chunk], layer: int, hidden: Any) -> None:
         """The runner's observer."""
@@ -197,4 +244,4 @@ class _Collector(Observer):
         if seq.regime != self._contexts.regime(position + 1):
             return
         node = int(self._contexts.path(seq.token_ids(0, position + 1))[-1])
-        self.rows[node] = UncachedRow(row.copy(), self._trace.row(seq, position))
+        self._sink(node, UncachedRow(row.copy(), self._trace.row(seq, position)))

@@ -33,7 +33,8 @@ class FreeSeats:
         fresh = sorted(free - self._was_free)
         self._was_free = free
         for pages in self._store.open_pages:
-            pages[fresh] = self._poison
+            if len(pages):  # groups of wide formats have none
+                pages[fresh] = self._poison
         return np.array(fresh, np.int32)
 
     def spoil_rows(self) -> None:

@@ -14,8 +14,9 @@ import numpy.typing as npt
 from kvern.check.compare import NO_DIFFERENCE, Difference, compare
 from kvern.check.contexts import Contexts
 from kvern.check.names import Fault, Finding
+from kvern.check.seats import FreeSeats
 from kvern.check.shadow import PoolView, Shadow
-from kvern.check.uncached import LayerTrace, UncachedRows
+from kvern.check.uncached import LayerTrace, UncachedRow, UncachedRows
 from kvern.core.plan import Chunk, Copy, StepPlan, StepResult
 from kvern.core.pool import BlockPool
 from kvern.core.sequence import Sequence as TokenSequence
@@ -33,6 +34,12 @@ POISON = 0xFF
 MAX_FINDINGS_OF_A_KIND = 2
 
 VERIFIED_BYTES_PER_STEP = 32 * 2**20
+
+MAX_DIFFERING_BYTES = 128 * 2**20
+"""Of differing rows that are kept to explain them; the ones after them are counted only."""
+
+MAX_MEASURED = 4
+"""Differing rows per engine that take a pass of their own to be measured."""
 
 
 @dataclass(slots=True)
@@ -82,12 +89,26 @@ def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 class Watch(Observer):
-    """Attaches to an engine; see `Shadow` for what it follows, `Row` for what it keeps."""
+    """Attaches to an engine; see `Shadow` for what it follows, `Row` for what it keeps.
+
+    Attributes:
+        num_unclear: rows left out because they lie behind a near tie of experts.
+        num_beyond: differing rows that are only counted, because many others differ too.
+    """
 
     def __init__(
-        self, llm: LLM, contexts: Contexts, uncached: UncachedRows, trace_layers: bool
+        self,
+        llm: LLM,
+        contexts: Contexts,
+        uncached: UncachedRows,
+        trace_layers: bool,
+        tolerance: float = 0.0,
     ) -> None:
         self.rows: list[Row] = []
+        self.num_unclear = 0
+        self.num_beyond = 0
+        self._tolerance = tolerance
+        self._num_differing_bytes = 0
         self.notes: dict[int, SequenceNote] = {}
         self.findings: list[Finding] = []
         self.num_rows_processed = 0
@@ -101,7 +122,8 @@ class Watch(Observer):
         state = llm.model.scheduler.state
         view = PoolView(lambda: self._pool.refs, lambda: self._pool.node, lambda: state.running)
         plan = llm.model.kv_plan
-        self.shadow = Shadow(plan.groups, plan.num_blocks, contexts, view)
+        self.shadow = Shadow(plan, contexts, view)
+        self._seats = FreeSeats(llm.model.store, state, POISON)
         self._chunks: Sequence[Chunk] = ()
         self.step = 0
         self._chosen: dict[tuple[str, int, int], int] = {}
@@ -142,6 +164,7 @@ class Watch(Observer):
     def _around_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def watched(token_ids: I32, batches: Sequence[AttendBatch], *rest: Any) -> Any:
             self._follow(token_ids, batches, self._chunks)
+            self._seats.spoil_rows()
             return forward(token_ids, batches, *rest)
 
         return watched
@@ -197,12 +220,22 @@ class Watch(Observer):
         if seq.regime != self.shadow.contexts.regime(position + 1):
             return
         node = int(self.shadow.path(seq, position + 1)[position])
-        note = Row(seq.request.request_id, seq.seq_id, position, node, self.step)
-        self.rows.append(note)
         known = self._uncached.find(node)
-        if known is not None and compare(row, known.logits) == NO_DIFFERENCE:
-            note.difference = NO_DIFFERENCE
+        if known is not None and known.is_unclear:
+            self.num_unclear += 1
             return
+        note = Row(seq.request.request_id, seq.seq_id, position, node, self.step)
+        difference = self._uncached.compare(node, row)
+        if difference is not None and difference.is_within(self._tolerance):
+            note.difference = difference
+            self.rows.append(note)
+            return
+        if known is not None:
+            self._num_differing_bytes += row.nbytes
+            if self._num_differing_bytes > MAX_DIFFERING_BYTES:
+                self.num_beyond += 1
+                return
+        self.rows.append(note)
         note.logits = row.copy()
         note.layers = self._trace.row(seq, position)
 
@@ -313,20 +346,40 @@ class Watch(Observer):
         if len(fresh):
             self._pages[fresh] = POISON
             self.shadow.on_poison(fresh)
+        self.shadow.on_poison_seats(self._seats.spoil())
 
     def settle(self) -> None:
-        """Compare the rows whose uncached row had to be computed first."""
-        for row in sorted(
-            self.rows, key=lambda row: -row.position
-        ):  # one pass gives all shorter ones
-            if row.difference is not None or row.logits is None:
-                continue
-            known = self._uncached.get(row.node)
+        """Compare the rows whose uncached row had to be computed first, and measure what differs."""
+        left = [row for row in self.rows if row.difference is None and row.logits is not None]
+        for row in sorted(left, key=lambda row: -row.position):  # one pass gives all shorter ones
+            self._uncached.get(row.node)
+        num_again, out = 0, set()
+        for row in sorted(left, key=lambda row: row.position):
+            known = self._uncached.find(row.node)
             if known is None:
                 continue
-            row.difference = compare(row.logits, known.logits)
-            if row.difference == NO_DIFFERENCE:
-                row.logits = row.layers = None
-            elif row.layers is not None and known.layers is not None:
-                unequal = np.flatnonzero((row.layers != known.layers).any(axis=1))
-                row.first_layer = int(unequal[0]) if len(unequal) else len(row.layers)
+            if known.is_unclear:
+                self.num_unclear += 1
+                out.add(id(row))
+                continue
+            assert row.logits is not None
+            row.difference = self._uncached.compare(row.node, row.logits)
+            if row.difference is None:  # only its digest is known: a pass of its own measures it
+                num_again += 1
+                whole = self._uncached.whole(row.node) if num_again <= MAX_MEASURED else None
+                if whole is None or whole.logits is None:
+                    self.num_beyond += 1
+                    out.add(id(row))
+                    continue
+                row.difference = compare(row.logits, whole.logits)
+            self._locate(row, known)
+        self.rows = [row for row in self.rows if id(row) not in out]
+
+    @staticmethod
+    def _locate(row: Row, known: UncachedRow) -> None:
+        """Name the first layer that differs; forget what is equal."""
+        if row.difference == NO_DIFFERENCE:
+            row.logits = row.layers = None
+        elif row.layers is not None and known.layers is not None:
+            unequal = np.flatnonzero((row.layers != known.layers).any(axis=1))
+            row.first_layer = int(unequal[0]) if len(unequal) else len(row.layers)
