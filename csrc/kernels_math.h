@@ -20,6 +20,21 @@ static inline F f_exp2_split(F t, F rest) {
 
 static inline F f_exp2(F t) { return f_exp2_split(t, f_zero()); }
 
+// 2^t for t <= 0; NaN stays NaN, below -126.5 is 0.
+static inline F f_exp2_down(F t) {
+    t = f_max(f_set1(-127.0f), t);  // this order lets NaN through
+    const F n = f_round(t);
+    const F r = f_sub(t, n);
+    F p = f_set1(1.535336188319500e-4f);  // as in f_exp2_split
+    p = f_fma(p, r, f_set1(1.339887440266574e-3f));
+    p = f_fma(p, r, f_set1(9.618437357674640e-3f));
+    p = f_fma(p, r, f_set1(5.550332471162809e-2f));
+    p = f_fma(p, r, f_set1(2.402264791363012e-1f));
+    p = f_fma(p, r, f_set1(6.931472028550421e-1f));
+    p = f_fma(p, r, f_set1(1.0f));
+    return f_mul(p, f_bits(i_shl<23>(i_add(i_from_f(n), i_set1(127)))));
+}
+
 // e^x: the rounding error of x * log2(e) is carried along, so large |x| lose nothing.
 static inline F f_exp(F x) {
     const F log2e = f_set1(1.44269502162933349609375f);

@@ -131,6 +131,7 @@ static inline __m256 scale2_half(__m256 p, __m256 n) {
     return _mm256_mul_ps(_mm256_mul_ps(p, s1), s2);
 }
 static inline F f_scale2(F p, F n) { return {scale2_half(p.a, n.a), scale2_half(p.b, n.b)}; }
+static inline F f_bits(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 
 static inline void transpose8(__m256 (&r)[8]) {
     __m256 a[8], b[8];
@@ -267,6 +268,86 @@ static inline I dot_signed(I acc, B w, const int8_t* x4) {
     std::memcpy(&x, x4, 4);
     const __m256i v = _mm256_set1_epi32(x);
     return {signed_half(acc.a, w.a, v), signed_half(acc.b, w.b, v)};
+}
+
+// bf16 is widened fastest as the even elements of 16 and the odd ones; "lanes" is that order.
+static inline F f_load_bf16_lanes(const void* p) {
+    const __m256i h = _mm256_loadu_si256(static_cast<const __m256i*>(p));
+    const __m256i odd = _mm256_and_si256(h, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(h, 16)), _mm256_castsi256_ps(odd)};
+}
+static inline __m256 four_apart(__m256 x) {
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8));
+}
+static inline F f_to_bf16_lanes(F x) {
+    return {four_apart(_mm256_shuffle_ps(x.a, x.b, 0x88)), four_apart(_mm256_shuffle_ps(x.a, x.b, 0xdd))};
+}
+static inline F f_from_bf16_lanes(F x) {
+    const __m256 low = _mm256_unpacklo_ps(x.a, x.b);
+    const __m256 high = _mm256_unpackhi_ps(x.a, x.b);
+    return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
+}
+
+// Dot products with the features in the lanes: kDotLanes partial sums of one query and key each.
+using D = __m256;
+constexpr int kDotLanes = 8;
+static inline D d_zero() { return _mm256_setzero_ps(); }
+static inline D d_mac(D acc, D x, D y) { return _mm256_fmadd_ps(x, y, acc); }
+static inline D d_load(const float* p) { return _mm256_loadu_ps(p); }
+static inline D d_load_fp32(const uint8_t* p, int step) {
+    return _mm256_loadu_ps(reinterpret_cast<const float*>(p) + 8 * step);
+}
+static inline D d_load_fp16(const uint8_t* p, int step) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + step));
+}
+static inline D d_load_bf16_lanes(const uint8_t* p, int step) {
+    const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p) + step / 2);
+    const __m256i odd = _mm256_and_si256(h, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
+    return _mm256_castsi256_ps(step % 2 ? odd : _mm256_slli_epi32(h, 16));
+}
+static inline void d_sums4(D a, D b, D c, D d, float* to) {
+    const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+    const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+    const __m256 s = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+}
+
+// The same on int16, exact: kWordLanes features at once.
+using W = __m256i;
+using J = __m256i;
+constexpr int kWordLanes = 16;
+static inline J j_zero() { return _mm256_setzero_si256(); }
+static inline W w_load(const int16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+static inline W w_load_i8(const int8_t* p) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+static inline J j_mac(J acc, W x, W y) { return _mm256_add_epi32(acc, _mm256_madd_epi16(x, y)); }
+static inline void j_sums4(J a, J b, J c, J d, float* to) {
+    const __m256i ab = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+    const __m256i cd = _mm256_add_epi32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+    const __m256i s = _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+    const __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+    _mm_storeu_ps(to, _mm_cvtepi32_ps(sum));
+}
+// acc[f] += word's low half * the first key's feature f + its high half * the second's.
+static inline I i_mac_pairs(I acc, const uint32_t* pairs, uint32_t word) {
+    const __m256i w = _mm256_set1_epi32(static_cast<int>(word));
+    const __m256i* p = reinterpret_cast<const __m256i*>(pairs);
+    acc.a = _mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_loadu_si256(p), w));
+    acc.b = _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_loadu_si256(p + 1), w));
+    return acc;
+}
+// 16 features of two keys side by side, as int16.
+static inline void store_pairs(const int8_t* x, const int8_t* y, uint32_t* to) {
+    const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
+    const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(y));
+    __m256i* at = reinterpret_cast<__m256i*>(to);
+    _mm256_storeu_si256(at, _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b)));
+    _mm256_storeu_si256(at + 1, _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b)));
+}
+static inline void store_i16(int16_t* p, I x) {  // saturating
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8));
 }
 
 }  // namespace KVERN_PATH

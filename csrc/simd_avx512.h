@@ -173,4 +173,60 @@ constexpr bool kSignedNeedsBias = true;
 static inline B b_signed(B w) { return _mm512_xor_si512(w, _mm512_set1_epi8(static_cast<char>(0x80))); }
 static inline I dot_signed(I acc, B w, const int8_t* x4) { return dot_unsigned(acc, w, x4); }
 
+static inline F f_bits(I x) { return _mm512_castsi512_ps(x); }
+// The order of lanes that bf16 is widened to most cheaply: here as it lies.
+static inline F f_load_bf16_lanes(const void* p) { return f_load_bf16(p); }
+static inline F f_to_bf16_lanes(F x) { return x; }
+static inline F f_from_bf16_lanes(F x) { return x; }
+
+// Dot products with the features in the lanes: kDotLanes partial sums of one query and key each.
+using D = __m512;
+constexpr int kDotLanes = 16;
+static inline D d_zero() { return _mm512_setzero_ps(); }
+static inline D d_mac(D acc, D x, D y) { return _mm512_fmadd_ps(x, y, acc); }
+static inline D d_load(const float* p) { return _mm512_loadu_ps(p); }
+static inline D d_load_fp32(const uint8_t* p, int step) { return _mm512_loadu_ps(p + 64 * step); }
+static inline D d_load_fp16(const uint8_t* p, int step) { return f_load_f16(p + 32 * step); }
+static inline D d_load_bf16_lanes(const uint8_t* p, int step) { return f_load_bf16(p + 32 * step); }
+static inline void d_sums4(D a, D b, D c, D d, float* to) {
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    const __m512 s = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(s), _mm512_extractf32x8_ps(s, 1));
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1)));
+}
+
+// The same on int16, exact: kWordLanes features at once.
+using W = __m512i;
+using J = __m512i;
+constexpr int kWordLanes = 32;
+static inline J j_zero() { return _mm512_setzero_si512(); }
+static inline W w_load(const int16_t* p) { return _mm512_loadu_si512(p); }
+static inline W w_load_i8(const int8_t* p) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+static inline J j_mac(J acc, W x, W y) { return _mm512_dpwssd_epi32(acc, x, y); }
+static inline void j_sums4(J a, J b, J c, J d, float* to) {
+    const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+    const __m512i s = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+    const __m256i h = _mm256_add_epi32(_mm512_castsi512_si256(s), _mm512_extracti64x4_epi64(s, 1));
+    const __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
+    _mm_storeu_ps(to, _mm_cvtepi32_ps(sum));
+}
+// acc[f] += word's low half * the first key's feature f + its high half * the second's.
+static inline I i_mac_pairs(I acc, const uint32_t* pairs, uint32_t word) {
+    return _mm512_dpwssd_epi32(acc, _mm512_loadu_si512(pairs), _mm512_set1_epi32(static_cast<int>(word)));
+}
+// 16 features of two keys side by side, as int16.
+static inline void store_pairs(const int8_t* x, const int8_t* y, uint32_t* to) {
+    const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
+    const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(y));
+    const __m256i both = _mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b));
+    _mm512_storeu_si512(to, _mm512_cvtepi8_epi16(both));
+}
+static inline void store_i16(int16_t* p, I x) {  // saturating
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(x));
+}
+
 }  // namespace KVERN_PATH

@@ -180,4 +180,79 @@ static inline I dot_signed(I acc, B w, const int8_t* x4) {
     return acc;
 }
 
+static inline F f_bits(I x) { return (F)x; }
+// The order of lanes that bf16 is widened to most cheaply: here as it lies.
+static inline F f_load_bf16_lanes(const void* p) { return f_load_bf16(p); }
+static inline F f_to_bf16_lanes(F x) { return x; }
+static inline F f_from_bf16_lanes(F x) { return x; }
+
+// Dot products with the features in the lanes: kDotLanes partial sums of one query and key each.
+using D = F;
+constexpr int kDotLanes = 16;
+static inline D d_zero() { return D{}; }
+static inline D d_mac(D acc, D x, D y) { return f_fma(x, y, acc); }
+static inline D d_load(const float* p) { return f_load(p); }
+static inline D d_load_fp32(const uint8_t* p, int step) {
+    D v;
+    std::memcpy(&v, p + 64 * step, 64);
+    return v;
+}
+static inline D d_load_fp16(const uint8_t* p, int step) { return f_load_f16(p + 32 * step); }
+static inline D d_load_bf16_lanes(const uint8_t* p, int step) { return f_load_bf16(p + 32 * step); }
+static inline void d_sums4(D a, D b, D c, D d, float* to) {
+    to[0] = f_sum(a);
+    to[1] = f_sum(b);
+    to[2] = f_sum(c);
+    to[3] = f_sum(d);
+}
+
+// The same on int16, exact: kWordLanes features at once.
+typedef int16_t W __attribute__((vector_size(64)));
+using J = I;
+constexpr int kWordLanes = 32;
+static inline J j_zero() { return J{}; }
+static inline W w_load(const int16_t* p) {
+    W v;
+    std::memcpy(&v, p, 64);
+    return v;
+}
+static inline W w_load_i8(const int8_t* p) {
+    typedef int8_t Bytes __attribute__((vector_size(32)));
+    Bytes b;
+    std::memcpy(&b, p, 32);
+    return __builtin_convertvector(b, W);
+}
+static inline J j_mac(J acc, W x, W y) {
+    const I a = (I)x, b = (I)y;  // pairs: the low half first
+    return acc + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+}
+static inline void j_sums4(J a, J b, J c, J d, float* to) {
+    to[0] = static_cast<float>(i_sum(a));
+    to[1] = static_cast<float>(i_sum(b));
+    to[2] = static_cast<float>(i_sum(c));
+    to[3] = static_cast<float>(i_sum(d));
+}
+// acc[f] += word's low half * the first key's feature f + its high half * the second's.
+static inline I i_mac_pairs(I acc, const uint32_t* pairs, uint32_t word) {
+    I p;
+    std::memcpy(&p, pairs, 64);
+    const int32_t low = static_cast<int16_t>(word & 0xffffu);
+    const int32_t high = static_cast<int16_t>(word >> 16);
+    return acc + (p << 16 >> 16) * low + (p >> 16) * high;
+}
+// 16 features of two keys side by side, as int16.
+static inline void store_pairs(const int8_t* x, const int8_t* y, uint32_t* to) {
+    int16_t t[32];
+    for (int i = 0; i < 16; ++i) {
+        t[2 * i] = x[i];
+        t[2 * i + 1] = y[i];
+    }
+    std::memcpy(to, t, 64);
+}
+static inline void store_i16(int16_t* p, I a) {  // saturating
+    for (int i = 0; i < 16; ++i) {
+        p[i] = static_cast<int16_t>(a[i] > 32767 ? 32767 : a[i] < -32768 ? -32768 : a[i]);
+    }
+}
+
 }  // namespace KVERN_PATH
