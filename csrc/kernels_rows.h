@@ -67,15 +67,14 @@ static void rms_norm(const float* x, const float* weight, float eps, int64_t col
     }
 }
 
-static void rotary(float* x, int64_t token_stride, int heads, int dim, const int32_t* positions,
+static void rotary(float* x, int64_t token_stride, int heads, int head_stride, const int32_t* positions,
                    const float* cos, const float* sin, int half, bool interleaved, int64_t row_begin,
                    int64_t row_end) {
-    (void)dim;
     for (int64_t row = row_begin; row < row_end; ++row) {
         const float* c = cos + static_cast<int64_t>(positions[row]) * half;
         const float* s = sin + static_cast<int64_t>(positions[row]) * half;
         for (int h = 0; h < heads; ++h) {
-            float* v = x + row * token_stride + static_cast<int64_t>(h) * dim;
+            float* v = x + row * token_stride + static_cast<int64_t>(h) * head_stride;
             const int step = interleaved ? 2 : 1;
             const int gap = interleaved ? 1 : half;
             for (int i = 0; i < half; ++i) {

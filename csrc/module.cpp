@@ -1,71 +1,12 @@
 // Python bindings. Shapes are checked here; a wrong one raises ValueError with the numbers.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/unique_ptr.h>
-#include <nanobind/stl/vector.h>
-
-#include <any>
 #include <cstdlib>
-#include <sstream>
 
+#include "bind.h"
 #include "cpu.h"
-#include "runtime.h"
 
-namespace nb = nanobind;
 using namespace kvern;
 
 namespace {
-
-template <class T>
-using Array = nb::ndarray<T, nb::device::cpu>;
-using Floats = Array<const float>;
-using FloatsOut = Array<float>;
-using Ints = Array<const int32_t>;
-using Longs = Array<const int64_t>;
-using RawBytes = Array<const uint8_t>;
-
-template <class... Parts>
-[[noreturn]] void fail(const Parts&... parts) {
-    std::ostringstream text;
-    (text << ... << parts);
-    throw nb::value_error(text.str().c_str());
-}
-
-// Contiguous but, with `free_first`, for the first axis.
-template <class A>
-void require(const A& a, const char* name, size_t ndim, bool free_first = false) {
-    if (a.ndim() != ndim) fail(name, " has ", a.ndim(), " dimensions, expected ", ndim);
-    int64_t stride = 1;
-    for (size_t i = ndim; i-- > 0;) {
-        const bool is_free = free_first && i == 0;
-        if (!is_free && a.shape(i) > 1 && a.stride(i) != stride) {
-            fail(name, " must be C-contiguous", free_first ? " beyond its first axis" : "");
-        }
-        stride *= static_cast<int64_t>(a.shape(i));
-    }
-}
-
-template <class A>
-void require_size(const A& a, const char* name, size_t axis, int64_t expected) {
-    if (static_cast<int64_t>(a.shape(axis)) != expected) {
-        fail(name, " has ", a.shape(axis), " entries in dimension ", axis, ", expected ", expected);
-    }
-}
-
-// A runtime, and what a recording must keep alive: the arrays and weights that its operations point to.
-struct Handle {
-    Runtime runtime;
-    std::vector<std::any> kept;
-
-    Handle(int num_threads, const std::string& path) : runtime(num_threads, path) {}
-    template <class... Things>
-    void keep(const Things&... things) {
-        if (runtime.is_recording()) (kept.emplace_back(things), ...);
-    }
-};
 
 struct Recorded {
     std::unique_ptr<Program> program;
@@ -91,12 +32,6 @@ std::unique_ptr<Weight> prepare(Handle& h, const std::vector<RawTuple>& parts, i
     return h.runtime.prepare(tensors, cols, as_float);
 }
 
-int64_t run(Handle& h, std::unique_ptr<Op> op, int64_t tokens, const int32_t* ids = nullptr,
-            const StepBatch* batch = nullptr) {
-    nb::gil_scoped_release unlocked;
-    return h.runtime.run(std::move(op), tokens, ids, batch);
-}
-
 void matmul(Handle& h, Floats x, nb::object weight, FloatsOut out) {
     const auto& w = nb::cast<const Weight&>(weight);
     require(x, "x", 2);
@@ -106,15 +41,6 @@ void matmul(Handle& h, Floats x, nb::object weight, FloatsOut out) {
     require_size(out, "out", 1, w.rows);
     h.keep(x, weight, out);
     run(h, std::make_unique<MatmulOp>(w, x.data(), out.data()), static_cast<int64_t>(x.shape(0)));
-}
-
-void check_ids(const Ints& ids, int64_t vocab) {
-    require(ids, "token_ids", 1);
-    for (size_t i = 0; i < ids.shape(0); ++i) {
-        if (ids.data()[i] < 0 || ids.data()[i] >= vocab) {
-            fail("token id ", ids.data()[i], " is not in the vocabulary of ", vocab);
-        }
-    }
 }
 
 void embed(Handle& h, nb::object weight, Ints ids, FloatsOut out) {
@@ -140,16 +66,8 @@ void rms_norm(Handle& h, Floats x, Floats weight, float eps, FloatsOut out) {
         static_cast<int64_t>(x.shape(0)));
 }
 
-void check_positions(const int32_t* positions, int64_t tokens, int64_t table_rows) {
-    for (int64_t i = 0; i < tokens; ++i) {
-        if (positions[i] < 0 || positions[i] >= table_rows) {
-            fail("position ", positions[i], " is outside the rotary table of ", table_rows);
-        }
-    }
-}
-
 void rotary(Handle& h, FloatsOut x, Ints positions, Floats cos, Floats sin, bool interleaved) {
-    require(x, "x", 3, true);
+    require_rows(x, "x", 3);
     require(positions, "positions", 1);
     require(cos, "cos", 2);
     require(sin, "sin", 2);
@@ -162,7 +80,7 @@ void rotary(Handle& h, FloatsOut x, Ints positions, Floats cos, Floats sin, bool
     op->x = x.data();
     op->token_stride = x.stride(0);
     op->heads = static_cast<int>(x.shape(1));
-    op->dim = static_cast<int>(x.shape(2));
+    op->head_stride = static_cast<int>(x.stride(1));
     op->half = static_cast<int>(cos.shape(1));
     op->cos = cos.data();
     op->sin = sin.data();
@@ -211,34 +129,6 @@ void append(Handle& h, Floats x, const StreamTuple& stream, Longs slots) {
     StepBatch batch{};
     batch.slots = slots.data();
     run(h, std::make_unique<AppendOp>(x.data(), x.stride(0), s, 0), tokens, nullptr, &batch);
-}
-
-// (cu_seqlens_q, seq_lens, block_tables, positions, slot_mapping)
-using BatchTuple = std::tuple<Ints, Ints, Ints, Ints, Longs>;
-
-StepBatch step_batch(const BatchTuple& t, int64_t tokens, int64_t block_size) {
-    const auto& [cu_seqlens, seq_lens, tables, positions, slots] = t;
-    require(cu_seqlens, "cu_seqlens_q", 1);
-    require(seq_lens, "seq_lens", 1);
-    require(tables, "block_tables", 2, true);
-    require(positions, "positions", 1);
-    require(slots, "slot_mapping", 1);
-    const auto num_seqs = static_cast<int64_t>(seq_lens.shape(0));
-    require_size(cu_seqlens, "cu_seqlens_q", 0, num_seqs + 1);
-    require_size(tables, "block_tables", 0, num_seqs);
-    for (int64_t s = 0; s < num_seqs && block_size > 0; ++s) {
-        const int64_t rows = cu_seqlens.data()[s + 1] - cu_seqlens.data()[s];
-        const int64_t length = seq_lens.data()[s];
-        const int64_t room = static_cast<int64_t>(tables.shape(1)) * block_size;
-        if (rows < 0 || cu_seqlens.data()[s] < 0 || length < rows || length > room) {
-            fail("sequence ", s, ": ", rows, " rows, ", length, " keys, room for ", room, " in its block table");
-        }
-    }
-    if (cu_seqlens.data()[0] != 0 || cu_seqlens.data()[num_seqs] != tokens) {
-        fail("cu_seqlens_q runs from ", cu_seqlens.data()[0], " to ", cu_seqlens.data()[num_seqs],
-             ", expected 0 to ", tokens);
-    }
-    return {cu_seqlens.data(), seq_lens.data(), num_seqs, tables.data(), tables.stride(0), positions.data(), slots.data()};
 }
 
 // (scale, window, chunk, num_sink_tokens, softcap); 0 means none
@@ -346,6 +236,7 @@ int64_t run_program(Handle& h, const Recorded& recorded, Ints ids, const std::ve
     for (const auto& a : program.appended()) {
         check_slots(steps[static_cast<size_t>(a.group)].slots, tokens, a.block_size, a.num_blocks);
     }
+    for (const auto& s : program.states()) check_entries(batches[static_cast<size_t>(s.group)], s.place);
     nb::gil_scoped_release unlocked;
     return h.runtime.run(program, tokens, ids.data(), std::move(steps));
 }
@@ -383,8 +274,8 @@ NB_MODULE(_native, m) {
         .def_prop_ro("max_positions", [](const Recorded& r) { return r.program->max_positions(); })
         .def_prop_ro("max_tokens", [](const Recorded& r) { return r.program->max_tokens(); })
         .def_prop_ro("num_ops", [](const Recorded& r) { return r.program->ops().size(); });
-    nb::class_<Handle>(m, "Runtime", "A thread pool and the kernels of one path.")
-        .def(nb::init<int, const std::string&>(), nb::arg("num_threads"), nb::arg("path"))
+    nb::class_<Handle> runtime(m, "Runtime", "A thread pool and the kernels of one path.");
+    runtime.def(nb::init<int, const std::string&>(), nb::arg("num_threads"), nb::arg("path"))
         .def_prop_ro("path", [](const Handle& h) { return std::string(h.runtime.path()); })
         .def_prop_ro("num_threads", [](const Handle& h) { return h.runtime.num_threads(); })
         .def("prepare", &prepare)
@@ -408,4 +299,5 @@ NB_MODULE(_native, m) {
              nb::arg("batches").noconvert(), "Attention's (row, visible key) pairs, or -1 for an invalid block.")
         .def("time_reads", &time_reads, "Seconds to read the bytes once with all threads.")
         .def("time_arithmetic", &time_arithmetic, "(seconds, operations) of a loop in registers.");
+    bind_families(m, runtime);
 }

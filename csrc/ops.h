@@ -27,8 +27,8 @@ struct AttendPlan;
 
 // Buffers that operations use one after the other.
 struct SharedBuffers {
-    Bytes quant, partial;
-    size_t quant_bytes = 0, partial_bytes = 0;
+    Bytes quant, partial, grouped;
+    size_t quant_bytes = 0, partial_bytes = 0, grouped_bytes = 0;
 
     static void grow(Bytes& buffer, size_t& have, size_t need);
 };
@@ -43,7 +43,7 @@ struct Step {
     std::vector<std::shared_ptr<AttendPlan>> attend_plans;  // layers of one geometry share a plan
 };
 
-enum class OpKind { EMBED, NORM, ROTARY, APPEND, GATE, ADD, ROWS, MATMUL, ATTEND };
+enum class OpKind { EMBED, NORM, ROTARY, APPEND, GATE, ADD, CALL, ROWS, MATMUL, ATTEND, STATE, GROUPED };
 
 class Op;
 
@@ -72,6 +72,8 @@ public:
     virtual void plan(Step& step, std::vector<Stage>& stages) = 0;
     virtual size_t scratch_bytes(const Step&) const { return 0; }
     virtual void work(const Step& step, int stage, const Claim& claim, const Worker& worker) = 0;
+    // Where an operation keeps the index of the batch that it reads, if it reads one.
+    virtual int* batch_index() { return nullptr; }
 
     const OpKind kind;
 };
@@ -120,7 +122,7 @@ public:
 
     float* x = nullptr;
     int64_t token_stride = 0;
-    int heads = 0, dim = 0, half = 0, group = 0;
+    int heads = 0, head_stride = 0, half = 0, group = 0;
     const float *cos = nullptr, *sin = nullptr;
     int64_t table_rows = 0;
     bool interleaved = false;

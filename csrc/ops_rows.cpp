@@ -36,7 +36,7 @@ void NormOp::to(const Step& step, int64_t begin, int64_t end, float* target) con
 
 void RotaryOp::rows(const Step& step, int64_t begin, int64_t end) const {
     const int32_t* positions = step.batches[static_cast<size_t>(group)].positions;
-    step.kernels->rotary(x, token_stride, heads, dim, positions, cos, sin, half, interleaved, begin, end);
+    step.kernels->rotary(x, token_stride, heads, head_stride, positions, cos, sin, half, interleaved, begin, end);
 }
 
 void AppendOp::rows(const Step& step, int64_t begin, int64_t end) const {

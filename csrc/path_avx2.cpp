@@ -4,6 +4,7 @@
 #include <initializer_list>
 #include <type_traits>
 
+#include "family_types.h"
 #include "half.h"
 #include "layout.h"
 #include "simd_avx2.h"

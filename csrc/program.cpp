@@ -1,5 +1,7 @@
 #include "program.h"
 
+#include "ops_families.h"
+
 #include <algorithm>
 #include <limits>
 
@@ -7,7 +9,7 @@ namespace kvern {
 
 namespace {
 
-bool is_row_op(const Op& op) { return op.kind != OpKind::MATMUL && op.kind != OpKind::ATTEND; }
+bool is_row_op(const Op& op) { return dynamic_cast<const RowOp*>(&op) != nullptr; }
 
 }  // namespace
 
@@ -55,6 +57,12 @@ Program::Program(std::vector<std::unique_ptr<Op>> recorded, int64_t max_tokens, 
             max_positions_ = std::min(max_positions_, static_cast<const RotaryOp&>(*op).table_rows);
         } else if (op->kind == OpKind::EMBED) {
             vocab_ = std::min(vocab_, static_cast<const EmbedOp&>(*op).weight->rows);
+        } else if (op->kind == OpKind::CALL) {
+            const auto& call = static_cast<const CallOp&>(*op);
+            if (call.table_rows) max_positions_ = std::min(max_positions_, call.table_rows);
+        } else if (op->kind == OpKind::STATE) {
+            const auto& state = static_cast<const StateOp&>(*op);
+            states_.push_back({state.group, state.place});
         } else if (op->kind == OpKind::APPEND) {
             const auto& append = static_cast<const AppendOp&>(*op);
             appended_.push_back({append.group, append.stream.block_size, append.stream.num_blocks});

@@ -3,6 +3,7 @@
 #include <memory>
 #include <vector>
 
+#include "family_types.h"
 #include "ops.h"
 
 namespace kvern {
@@ -29,6 +30,12 @@ public:
         int64_t block_size, num_blocks;
     };
     const std::vector<Slots>& appended() const { return appended_; }
+    // States that are read and written, to check their pages.
+    struct Entry {
+        int group;
+        StatePlace place;
+    };
+    const std::vector<Entry>& states() const { return states_; }
 
 private:
     std::vector<std::unique_ptr<Op>> ops_;
@@ -37,6 +44,7 @@ private:
     int64_t max_positions_;
     int64_t vocab_;
     std::vector<Slots> appended_;
+    std::vector<Entry> states_;
 };
 
 }  // namespace kvern

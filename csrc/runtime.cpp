@@ -106,6 +106,9 @@ int Runtime::find_batch(Op& op, const StepBatch& batch) const {
         const StepBatch& known = recording_->batches[g];
         const bool same = op.kind == OpKind::ROTARY   ? batch.positions == known.positions
                           : op.kind == OpKind::APPEND ? batch.slots == known.slots
+                          : op.kind == OpKind::CALL   ? batch.positions == known.positions
+                          : op.kind == OpKind::STATE  ? batch.cu_seqlens == known.cu_seqlens &&
+                                                            batch.block_tables == known.block_tables
                                                       : batch.cu_seqlens == known.cu_seqlens &&
                                                             batch.seq_lens == known.seq_lens &&
                                                             batch.block_tables == known.block_tables;
@@ -131,6 +134,7 @@ void Runtime::record(std::unique_ptr<Op> op, int64_t tokens, const int32_t* toke
         if (op->kind == OpKind::ROTARY) static_cast<RotaryOp&>(*op).group = group;
         if (op->kind == OpKind::APPEND) static_cast<AppendOp&>(*op).group = group;
         if (op->kind == OpKind::ATTEND) static_cast<AttendOp&>(*op).group = group;
+        if (int* index = op->batch_index()) *index = group;
     }
     r.is_repeatable = r.is_repeatable && fits;
     r.ops.push_back(std::move(op));

@@ -90,6 +90,8 @@ struct AttendItem {
     const AttendPlace* places;  // [num_tokens]
 };
 
+struct FamilyKernels;
+
 struct AttendShape {
     StreamView keys, values;
     AttendParams params;
@@ -109,7 +111,7 @@ struct KernelTable {
                          int64_t num_rows, const float* x, int64_t cols, int64_t num_tokens, MatmulOut out);
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t cols, int64_t row_begin,
                      int64_t row_end, float* out);
-    void (*rotary)(float* x, int64_t token_stride, int heads, int dim, const int32_t* positions,
+    void (*rotary)(float* x, int64_t token_stride, int heads, int head_stride, const int32_t* positions,
                    const float* cos, const float* sin, int half, bool interleaved, int64_t row_begin,
                    int64_t row_end);
     void (*append)(const float* x, int64_t token_stride, StreamView stream, const int64_t* slots,
@@ -126,6 +128,7 @@ struct KernelTable {
     // For benchmarks: operations done, and a sum over data read.
     double (*arithmetic_loop)(Arithmetic kind, int64_t rounds, float* sink);
     float (*read_loop)(const float* data, int64_t count);
+    const FamilyKernels* families;  // family_types.h
 };
 
 const KernelTable* portable_kernels();
