@@ -9,12 +9,11 @@ from tests.kernels.batches import slots_batch
 from kvern.core.plan import Copy, Zero
 from kvern.errors import UsageError
 from kvern.kernels.reference import ReferenceBackend, gather
-from kvern.spec.codec import KV_FORMATS
+from kvern.spec.codec import KV_FORMATS, stored_formats
 from kvern.spec.content import Heads
 from kvern.spec.groups import KVPlan, make_kv_plan
 from kvern.spec.layers import KVCacheSpec, LayerSpec, ModelSpec
 from kvern.spec.reach import All, Window
-from kvern.store.codecs import stored_formats
 from kvern.store.dtypes import decode, encode
 from kvern.store.pool import PagedStore
 from kvern.store.streams import PagedStream

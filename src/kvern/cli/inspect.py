@@ -16,7 +16,7 @@ from kvern.spec.configs import load_model_spec
 from kvern.spec.content import Content, Heads, Latent
 from kvern.spec.groups import make_kv_groups
 from kvern.spec.layers import KVCacheSpec, LayerSpec, ModelSpec
-from kvern.spec.pages import KVGroup
+from kvern.spec.pages import KVGroup, KVPlan
 from kvern.spec.reach import All, Chunk, Last, Reach, Window
 
 DEFAULT_CONTEXT = 4096
@@ -154,7 +154,14 @@ def _document(
         document["groups"] = [_group_document(group) for group in groups]
         document["page_bytes"] = groups[0].page_bytes
         document["kv_bytes_in_pages"] = _bytes_in_pages(groups, context, batch)
+        document["open_bytes_per_sequence"] = sum(group.open_page_bytes for group in groups)
+        document["row_bytes_per_token"] = _row_bytes(model, groups)
     return document
+
+
+def _row_bytes(model: ModelSpec, groups: Sequence[KVGroup]) -> int:
+    """Bytes that narrow formats keep of every token of a step."""
+    return KVPlan(tuple(groups), groups[0].page_bytes, 2, lenders=model.lenders).row_bytes(1)
 
 
 def _layer_document(layer: LayerSpec) -> dict[str, Any]:
@@ -208,6 +215,12 @@ def _lines(
         lines.append(f"(the model's own limit is {model.max_model_len:,} tokens)")
     if groups:
         lines += ["", *_group_lines(groups, context, batch)]
+        open_bytes = sum(group.open_page_bytes for group in groups)
+        if open_bytes:
+            lines.append(
+                f"beside the pages: {open_bytes:,} B of open blocks in bf16 for every running sequence, "
+                f"{_row_bytes(model, groups):,} B for every token of a step"
+            )
     return lines
 
 

@@ -137,10 +137,12 @@ def _rate(tpot_s: float) -> str:
 
 def _cache_line(kv: dict[str, Any]) -> str:
     mib = 1 << 20
+    open_bytes = kv.get("open_bytes", 0) + kv.get("row_bytes", 0)
+    beside = f" and {open_bytes / mib:,.1f} MiB of open blocks in bf16" if open_bytes else ""
     return (
         f"KV cache  {kv['format']}, {kv['bytes_per_token']:,} bytes per token in blocks of "
         f"{kv['block_size']} tokens: {kv['blocks_used']:,} of {kv['blocks_total']:,} blocks used "
-        f"({kv['bytes_used'] / mib:,.1f} of {kv['bytes_total'] / mib:,.1f} MiB)"
+        f"({kv['bytes_used'] / mib:,.1f} of {kv['bytes_total'] / mib:,.1f} MiB){beside}"
     )
 
 

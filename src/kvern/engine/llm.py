@@ -286,7 +286,8 @@ class LLM:
     def kv_info(self) -> dict[str, Any]:
         """The pool in figures: format, block_size, bytes_per_token, blocks and bytes, total and used.
 
-        Used counts what requests hold and what is kept for later ones.
+        Used counts what requests hold and what is kept for later ones. Narrow formats take open blocks
+        and rows beside the pool: open_bytes and row_bytes, 0 for others.
         """
         plan, stats = self._model.kv_plan, self.stats()
         used = stats.in_use_blocks + stats.cached_blocks
@@ -299,6 +300,8 @@ class LLM:
             "blocks_used": used,
             "bytes_total": self._model.store.nbytes,
             "bytes_used": used * plan.page_bytes,
+            "open_bytes": self._model.store.open_bytes,
+            "row_bytes": self._model.store.row_bytes,
         }
 
     def stats(self) -> CacheStats:

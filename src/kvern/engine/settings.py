@@ -17,7 +17,8 @@ class EngineSettings:
     """How an engine runs.
 
     Attributes:
-        kv_format: stored form of keys and values: ``bf16``, ``fp16``, ``fp32``.
+        kv_format: stored form of keys and values: ``bf16``, ``fp16``, ``fp32``, ``int8``, or a mix by layer
+            such as ``int8;0-1,29=bf16``.
         kv_memory: bytes of the pool, or text such as ``512MiB``.
         block_size: tokens per block.
         enable_prefix_caching: whether finished blocks can be found again.

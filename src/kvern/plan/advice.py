@@ -10,7 +10,7 @@ from kvern.plan.request import PlanRequest
 from kvern.plan.result import Plan
 from kvern.plan.weights import WEIGHT_BITS, weight_bits
 from kvern.spec.budget import format_size
-from kvern.spec.codec import parse_kv_format
+from kvern.spec.codec import STORED_CODECS, parse_kv_format, stored_formats
 from kvern.spec.content import Heads, Latent
 from kvern.spec.layers import ModelSpec
 
@@ -87,10 +87,12 @@ def not_yet_stored(engine: str, kv_format: str | None, num_layers: int) -> str |
     """A sentence when kvern plans a format that its engine does not store yet; None otherwise."""
     if engine != "kvern" or kv_format in (None, "auto"):
         return None
-    if all(codec.is_wide for pair in parse_kv_format(kv_format, num_layers) for codec in pair):
+    codecs = {codec for pair in parse_kv_format(kv_format, num_layers) for codec in pair}
+    if codecs <= STORED_CODECS:
         return None
     return (
-        f"kvern's engine stores fp32, fp16 and bf16 today: {kv_format} can be planned, not yet run"
+        f"kvern's engine stores {', '.join(stored_formats())} today: {kv_format} can be planned, not "
+        "yet run"
     )
 
 

@@ -140,6 +140,19 @@ KV_FORMATS: Mapping[str, tuple[Codec, Codec]] = MappingProxyType(
 )
 """Named formats: (key codec, value codec)."""
 
+STORED_CODECS = frozenset({FP32, FP16, BF16, INT8})
+"""What the engine stores; everything else can be planned only."""
+
+
+def stored_formats() -> tuple[str, ...]:
+    """Names of the formats that the engine stores."""
+    return tuple(name for name, pair in KV_FORMATS.items() if STORED_CODECS.issuperset(pair))
+
+
+def format_name(codec: Codec) -> str:
+    """The first format that a codec belongs to, for messages; its dtype where it belongs to none."""
+    return next((name for name, pair in KV_FORMATS.items() if codec in pair), codec.dtype)
+
 
 def parse_kv_format(kv_format: str, num_layers: int) -> tuple[tuple[Codec, Codec], ...]:
     """Codecs of every layer for a format name or a per-layer mix.

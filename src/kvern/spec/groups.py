@@ -174,12 +174,7 @@ def make_kv_plan(
     has_open = any(group.open_page_bytes for group in groups)
     num_open_blocks = max_num_seqs if has_open else 0
     open_bytes = num_open_blocks * sum(group.open_page_bytes for group in groups)
-    lenders = frozenset(
-        cache.share_with
-        for layer in model.layers
-        for cache in layer.caches
-        if cache.share_with is not None
-    )
+    lenders = model.lenders
     if kv_memory is None:
         assert num_blocks is not None
         return KVPlan(groups, page_bytes, _checked(num_blocks), 0, num_open_blocks, lenders)

@@ -256,6 +256,12 @@ class ModelSpec:
         return sum(cache.bytes_per_token for cache in caches if isinstance(cache.reach, All))
 
     @property
+    def lenders(self) -> frozenset[int]:
+        """Layers whose cache other layers read too."""
+        caches = (cache for layer in self.layers for cache in layer.caches)
+        return frozenset(c.share_with for c in caches if c.share_with is not None)
+
+    @property
     def kv_fixed_bytes(self) -> int:
         """Bytes of all states of one sequence."""
         return sum(layer.fixed_bytes for layer in self.layers)

@@ -3,8 +3,8 @@
     x [heads, tokens, dim] --rounded to bf16--> open block --seal--> bytes of one stored stream
     bytes [..., stored_bytes] --unseal--> float32 [..., heads, tokens, dim]
 
-The layout is `Codec.regions`; a codec finds its functions by `SEALED_FORMS`. What is not in there cannot be
-stored yet, and `require_stored` says so by name.
+The layout is `Codec.regions`; a narrow codec finds its functions in `SEALED_FORMS`. What is not in
+`STORED_CODECS` cannot be stored yet, and `require_stored` says so by name.
 
 int8 per token and head: scale = max|x| / 127 in float32, code = x * (127 / max|x|), rounded half to
 even. A vector smaller than `SMALLEST` becomes zeros with scale 0. One that is not finite gets the scale
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvern.errors import UsageError
-from kvern.spec.codec import INT8, KV_FORMATS, Codec
-from kvern.store.dtypes import F32, STORED_BYTES, U8, decode, encode
+from kvern.spec.codec import INT8, STORED_CODECS, Codec, format_name, stored_formats
+from kvern.store.dtypes import F32, U8, decode, encode
 
 LARGEST_CODE = np.float32(127)
 SMALLEST = np.float32(2.0**-100)
@@ -64,23 +64,7 @@ def _unseal_int8(regions: tuple[U8, ...], shape: tuple[int, int, int]) -> F32:
 
 
 SEALED_FORMS: dict[Codec, SealedForm] = {INT8: SealedForm(_seal_int8, _unseal_int8)}
-"""The narrow codecs that the engine stores."""
-
-
-def is_stored(codec: Codec) -> bool:
-    """Whether the engine stores a stream in this form."""
-    plain = codec.dtype in STORED_BYTES and codec == Codec(codec.dtype)
-    return plain or codec in SEALED_FORMS
-
-
-def stored_formats() -> tuple[str, ...]:
-    """Names of the KV formats that the engine stores."""
-    return tuple(n for n, pair in KV_FORMATS.items() if all(is_stored(codec) for codec in pair))
-
-
-def format_name(codec: Codec) -> str:
-    """The format that a codec belongs to, for messages; its dtype where it belongs to none."""
-    return next((name for name, pair in KV_FORMATS.items() if codec in pair), codec.dtype)
+"""The narrow ones of `STORED_CODECS`."""
 
 
 def require_stored(codecs: Iterable[Codec]) -> None:
@@ -90,7 +74,7 @@ def require_stored(codecs: Iterable[Codec]) -> None:
         UsageError: names the format and those that are stored.
     """
     for codec in codecs:
-        if not is_stored(codec):
+        if codec not in STORED_CODECS:
             raise UsageError(
                 f"KV format {format_name(codec)} can be planned but not yet stored by the engine: "
                 f"choose {', '.join(stored_formats())}"
@@ -102,7 +86,7 @@ def seal(x: F32, codec: Codec) -> U8:
 
     Args:
         x: float32 ``[heads, tokens, dim]``, rounded to bf16 for narrow codecs.
-        codec: one that `is_stored`.
+        codec: one of `STORED_CODECS`.
 
     Returns:
         ``uint8 [stored_bytes]``, the codec's regions without gaps.
@@ -116,7 +100,7 @@ def unseal(data: U8, codec: Codec, shape: tuple[int, int, int]) -> F32:
 
     Args:
         data: ``uint8 [..., stored_bytes]``.
-        codec: one that `is_stored`.
+        codec: one of `STORED_CODECS`.
         shape: (heads, tokens of a block, dim).
 
     Returns:

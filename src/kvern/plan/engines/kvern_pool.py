@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import lcm
 
 from kvern.plan.engines import Engine
@@ -137,6 +138,7 @@ def allocate(request: PlanRequest, budgets: tuple[Budget, ...]) -> Allocation:
         assumptions=_assumptions(request, plan),
         extras={
             "open_bytes": plan.open_bytes,
+            "row_bytes": plan.row_bytes(request.max_batched_tokens or DEFAULT_BATCHED_TOKENS),
             "pool_bytes": pool * plan.page_bytes,
             "waste_bytes": plan.waste,
         },
@@ -286,7 +288,16 @@ def _reserve(request: PlanRequest) -> tuple[int, str]:
     tokens = request.max_batched_tokens or DEFAULT_BATCHED_TOKENS
     seqs = request.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     total = activation_reserve(request, tokens, seqs, RUNTIME_RESERVE)
-    return total, f"activations of {tokens} tokens, {format_size(RUNTIME_RESERVE)} runtime"
+    rows = max(_row_bytes(request, stage, tokens) for stage in range(request.pp))
+    kept = f", {format_size(rows)} of rows in bf16" if rows else ""
+    said = f"activations of {tokens} tokens{kept}, {format_size(RUNTIME_RESERVE)} runtime"
+    return total + rows, said
+
+
+def _row_bytes(request: PlanRequest, stage: int, tokens: int) -> int:
+    """What narrow formats keep of a step, on one rank of a stage."""
+    smallest = replace(request, num_blocks=2)
+    return stage_plan(smallest, stage, None).row_bytes(tokens)
 
 
 ENGINE = Engine("kvern", allocate, _utilization, _reserve)
