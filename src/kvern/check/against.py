@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -98,9 +99,9 @@ class Transformers:
         Raises:
             UsageError: a package is missing, or transformers cannot load the model.
         """
-        torch, transformers = _import("torch"), _import("transformers")
+        torch, transformers = require("torch"), require("transformers")
         if path.is_file():
-            _import("gguf")
+            require("gguf")
         self.name = f"transformers {transformers.__version__}"
         self.limit = self.MAX_LOGITS_BYTES // (4 * vocab_size)
         self._torch = torch
@@ -138,9 +139,12 @@ class Transformers:
             return self._model(ids, use_cache=False).logits[0].float().numpy()
 
 
-def _import(name: str) -> Any:
-    import importlib
+def require(name: str) -> Any:
+    """A package of the other library.
 
+    Raises:
+        UsageError: it is not installed.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as error:

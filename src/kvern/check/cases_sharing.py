@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from kvern.check.lab import Lab
 from kvern.check.names import Fault
-from kvern.check.sheet import Case, CaseSkippedError, Sheet
+from kvern.check.session import Session
+from kvern.check.sheet import Case, Sheet
 
 
 def sharing_cases(lab: Lab) -> Iterator[Case]:
@@ -18,7 +20,9 @@ def sharing_cases(lab: Lab) -> Iterator[Case]:
     yield Case("next-turn", "a conversation that goes on", _next_turn)
     yield Case("twins", "equal prompts in flight at once", _twins)
     yield Case("twin-aborted", "equal prompts in flight, the first one aborted", _twin_aborted)
-    yield Case("preempt", "a pool too small for all: preempt and resume", _preempt)
+    yield Case(
+        "preempt", "a pool too small for all, and blocks taken away: preempt and resume", _preempt
+    )
     yield Case("replaced", "a pool too small to keep all: blocks replaced", _replaced)
     yield Case("fork", "several samples of one prompt", _fork)
     yield Case("beams", "beam search", _beams)
@@ -115,14 +119,10 @@ def _twin_aborted(sheet: Sheet) -> None:
 
 
 def _preempt(sheet: Sheet) -> None:
-    """Prompts that fit together and answers that do not."""
+    """Prompts that fit together and answers that do not; then blocks taken away between two steps."""
     lab, size = sheet.lab, sheet.lab.block_size
     num_prompt, num_new = size + max(size // 2, 1), min(size, 64) + 4
     plan = lab.llm.model.kv_plan
-    if any(group.is_state for group in plan.groups):
-        raise CaseSkippedError(
-            "the model keeps states: how many pages overflow is not fixed by the tokens"
-        )
     count = 3
     num_blocks = count * plan.pages_for(num_prompt, num_prompt) + len(plan.groups)
     num_blocks = max(num_blocks, plan.pages_for(num_prompt + num_new, num_prompt))
@@ -131,8 +131,34 @@ def _preempt(sheet: Sheet) -> None:
         session.submit(f"r{number}", lab.tokens(num_prompt, 70 + number), num_new)
     session.finish()
     sheet.note(f"{session.num_preemptions()} preemptions in a pool of {num_blocks} blocks")
+    _preempt_by_hand(num_prompt, num_new, sheet)
+
+
+def _preempt_by_hand(num_prompt: int, num_new: int, sheet: Sheet) -> None:
+    """In prefill and in decode, found again and computed again: whatever the model keeps."""
+    lab = sheet.lab
+    session = sheet.session(
+        4 * (num_prompt + num_new) + 64, max_chunk_tokens=max(num_prompt // 3, 1)
+    )
+    for number in range(3):
+        session.submit(f"h{number}", lab.tokens(num_prompt + number, 73 + number), num_new)
+    session.run_steps(1)
+    session.preempt("h0")
+    session.run_steps(1)
+    session.preempt("h1", forget=True)
+    for number, forget in ((0, False), (2, True), (1, False), (0, True)):
+        name = f"h{number}"
+        done = session.num_generated(name)
+        session.run_until(partial(_has_more, session, name, done))
+        session.preempt(name, forget=forget)
+    session.finish()
+    sheet.note(f"{session.num_preemptions()} by hand")
     if session.num_preemptions() == 0:
-        raise CaseSkippedError("nothing had to be preempted")
+        sheet.find(Fault.NO_RESULT, "no request could be preempted", "counters")
+
+
+def _has_more(session: Session, name: str, count: int) -> bool:
+    return session.num_generated(name) > count
 
 
 def _replaced(sheet: Sheet) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from kvern.check.against import Oracle
 from kvern.check.cases_borders import border_cases
 from kvern.check.cases_compute import compute_cases
 from kvern.check.cases_foundation import foundation_cases
@@ -23,6 +24,11 @@ from kvern.errors import UsageError
 
 Progress = Callable[[int, int, str], None]
 """Called before each case with (number of finished cases, number of cases, title)."""
+
+LOGIT_CASES = frozenset(
+    {"decode", "text", "orders", "join-leave", "full-hit", "partial-tail", "next-turn", "preempt"}
+)
+"""Cases beside chunks and borders in which another library's passes are compared with."""
 
 MAX_DIAGNOSED = 6
 """Cases whose wrong logits are replayed; the ones after them are counted only."""
@@ -50,21 +56,58 @@ def check(
     Raises:
         UsageError: the context is too short for cases of this block size.
     """
-    started = time.perf_counter()
     _require_room(llm)
     lab = Lab(llm, options or CheckOptions(), tamper, tampers_last=tampers_last)
-    cases = [*foundation_cases(lab), *_chosen(_further_cases(lab), only)]
+    return _run(lab, [*foundation_cases(lab), *_chosen(_further_cases(lab), only)], progress)
+
+
+def check_against(
+    llm: LLM,
+    oracle: Oracle,
+    options: CheckOptions | None = None,
+    *,
+    progress: Progress | None = None,
+    only: Iterable[str] | None = None,
+    tamper: Tamper | None = None,
+) -> CheckReport:
+    """Compare what an engine computes in every way with another library's passes over the same tokens.
+
+    Args:
+        llm: a loaded engine with float32 weights, keys and values.
+        oracle: the other library with the same model.
+        options: what to check.
+        progress: told about each case before it runs.
+        only: names of cases to run; None for all.
+        tamper: breaks every engine that the check makes: to prove that the check sees it.
+
+    Raises:
+        UsageError: the context is too short for cases of this block size.
+    """
+    _require_room(llm)
+    lab = Lab(llm, options or CheckOptions(), tamper, oracle=oracle)
+    cases = [case for case in _further_cases(lab) if _is_about_logits(case)]
+    return _run(lab, _chosen(cases, only), progress)
+
+
+def _is_about_logits(case: Case) -> bool:
+    """Whether a case is worth another library's passes: the rest is about who holds which block."""
+    return case.name.startswith(("chunk", "border")) or case.name in LOGIT_CASES
+
+
+def _run(lab: Lab, cases: list[Case], progress: Progress | None) -> CheckReport:
+    started = time.perf_counter()
     results: list[CaseResult] = []
     num_diagnosed = 0
     for case in cases:
         if progress is not None:
             progress(len(results), len(cases), case.title)
-        result = run_case(lab, case, replays=num_diagnosed < MAX_DIAGNOSED)
+        replays = num_diagnosed < MAX_DIAGNOSED and lab.oracle is None
+        result = run_case(lab, case, replays=replays)
         num_diagnosed += result.verdict == "fail"
         results.append(result)
     if progress is not None:
         progress(len(cases), len(cases), "done")
-    model = llm.model
+    llm, model = lab.llm, lab.llm.model
     return CheckReport(
         model=str(model.path),
         backend=model.backend.name,
@@ -75,6 +118,7 @@ def check(
         tolerance=lab.tolerance,
         cases=tuple(results),
         duration_s=time.perf_counter() - started,
+        reference="" if lab.oracle is None else lab.oracle.name,
     )
 
 
@@ -129,7 +173,9 @@ def run_case(lab: Lab, case: Case, *, replays: bool = True) -> CaseResult:
         is_known = any(finding.fault in CAUSES for finding in session.findings)
         if replays and not is_known:
             findings += diagnose(lab, session, partial(_session_again, lab, case, number))
-    if num_compared == 0 and skipped is None and not findings:
+    num_left_out = sum(session.watch.num_unclear for session in sheet.sessions)
+    findings += _disagreements(lab, worst)
+    if num_compared + num_left_out == 0 and skipped is None and not findings:
         findings.append(
             Finding(Fault.NO_RESULT, "the case compared no position at all", "comparison")
         )
@@ -140,6 +186,7 @@ def run_case(lab: Lab, case: Case, *, replays: bool = True) -> CaseResult:
         title=case.title,
         verdict=_verdict(lab, findings, worst, skipped),
         num_compared=num_compared,
+        num_left_out=num_left_out,
         largest=difference.largest,
         relative=difference.relative,
         kl=_largest_kl(sheet, difference),
@@ -150,6 +197,19 @@ def run_case(lab: Lab, case: Case, *, replays: bool = True) -> CaseResult:
         note="; ".join([*sheet.notes, *([skipped] if skipped else [])]),
         duration_s=time.perf_counter() - started,
     )
+
+
+def _disagreements(lab: Lab, worst: Row | None) -> list[Finding]:
+    """What another library's logits say against the worst row, where that is compared with."""
+    if lab.oracle is None or worst is None or worst.difference is None:
+        return []
+    if worst.difference.is_within(lab.tolerance):
+        return []
+    sentence = (
+        f"{lab.oracle.name} and the engine differ by {worst.difference.relative:.1e} of the range at "
+        f"position {worst.position} of request {worst.request_id} ({lab.tolerance:.0e} is allowed)"
+    )
+    return [Finding(Fault.DISAGREES, sentence, "comparison")]
 
 
 def _carry_out(lab: Lab, case: Case) -> tuple[Sheet, str | None]:

@@ -26,6 +26,7 @@ class Fault(StrEnum):
     NOT_FINITE = "not_finite"
     DEGENERATE = "degenerate"
     FULL_PASS = "full_pass"
+    DISAGREES = "disagrees"
     NO_RESULT = "no_result"
     NO_HIT = "no_hit"
     LEAK = "leak"
@@ -51,6 +52,7 @@ TITLES: dict[Fault, str] = {
     Fault.NOT_FINITE: "logits are not finite",
     Fault.DEGENERATE: "logits do not depend on the tokens",
     Fault.FULL_PASS: "the full pass itself is wrong",
+    Fault.DISAGREES: "another library computes other logits",
     Fault.NO_RESULT: "requests end without a result",
     Fault.NO_HIT: "the cache does not find what it has stored",
     Fault.LEAK: "blocks are still held after all requests ended",

@@ -9,11 +9,12 @@ MAX_LINES_PER_CASE = 2
 
 def report_lines(report: CheckReport) -> list[str]:
     """The whole report, without line ends."""
-    demand = (
-        "every logit equal, bit for bit, to one full pass without a cache"
-        if report.tolerance == 0
-        else f"every logit within {report.tolerance:.0e} of its row's range of one full pass without a cache"
-    )
+    passes = "one full pass without a cache"
+    if report.reference:
+        passes = f"one pass over the same tokens by {report.reference}"
+    demand = f"every logit within {report.tolerance:.0e} of its row's range of {passes}"
+    if report.tolerance == 0:
+        demand = f"every logit equal, bit for bit, to {passes}"
     return [
         f"model     {report.model}",
         f"engine    {report.backend} ({report.kernel_path}), weights {report.weights_format}, "
@@ -71,6 +72,10 @@ def _verdict(report: CheckReport) -> str:
         f"{counts['pass']} cases passed, {counts['fail']} failed{skipped}: {report.num_compared:,} positions "
         f"compared in {report.duration_s:.1f} s"
     )
+    if report.num_left_out:
+        told += f"; {report.num_left_out:,} behind near ties of experts left out"
+    if report.is_healthy and report.reference:
+        return f"{told}. The answers are those of {report.reference}."
     if report.is_healthy:
         return f"{told}. The answers with the cache are the answers without it."
     named = ", ".join(report.faults) or "nothing was compared"

@@ -19,6 +19,7 @@ class CaseResult:
         title: what is compared, in words.
         verdict: ``skip`` with a note where a case cannot apply to the model or the settings.
         num_compared: positions whose logits were compared with the full pass.
+        num_left_out: positions behind a near tie of experts, where a right computation may differ.
         largest: largest absolute logit difference.
         relative: the same as a share of the row's logit range.
         kl: largest Kullback-Leibler divergence, in nats.
@@ -34,6 +35,7 @@ class CaseResult:
     title: str
     verdict: Verdict
     num_compared: int = 0
+    num_left_out: int = 0
     largest: float = 0.0
     relative: float = 0.0
     kl: float = 0.0
@@ -57,6 +59,7 @@ class CheckReport:
     Attributes:
         tolerance: share of a row's logit range that a logit may differ by; 0: equal bits.
         kv_format: stored form of keys and values, and so on: the settings that were checked.
+        reference: whose passes were compared with; empty: the engine's own, without a cache.
     """
 
     model: str
@@ -68,6 +71,7 @@ class CheckReport:
     tolerance: float
     cases: tuple[CaseResult, ...]
     duration_s: float
+    reference: str = ""
 
     @property
     def is_healthy(self) -> bool:
@@ -78,6 +82,11 @@ class CheckReport:
     def num_compared(self) -> int:
         """Positions compared over all cases."""
         return sum(case.num_compared for case in self.cases)
+
+    @property
+    def num_left_out(self) -> int:
+        """Positions left out behind near ties of experts, over all cases."""
+        return sum(case.num_left_out for case in self.cases)
 
     @property
     def faults(self) -> tuple[Fault, ...]:
@@ -98,9 +107,11 @@ class CheckReport:
             "kv_format": self.kv_format,
             "block_size": self.block_size,
             "tolerance": self.tolerance,
+            "reference": self.reference or "full pass without a cache",
             "healthy": self.is_healthy,
             "faults": [fault.value for fault in self.faults],
             "positions_compared": self.num_compared,
+            "positions_left_out": self.num_left_out,
             "duration_s": round(self.duration_s, 3),
             "cases": [_case_document(case) for case in self.cases],
         }
@@ -112,6 +123,7 @@ def _case_document(case: CaseResult) -> dict[str, Any]:
         "title": case.title,
         "verdict": case.verdict,
         "positions_compared": case.num_compared,
+        "positions_left_out": case.num_left_out,
         "max_logit_difference": case.largest,
         "max_relative_difference": case.relative,
         "max_kl_divergence": case.kl,

@@ -56,6 +56,19 @@ class Session:
         except Exception as error:
             self._fail(f"aborting {name} raised {type(error).__name__}: {error}", error)
 
+    def preempt(self, name: str, *, forget: bool = False) -> None:
+        """Take a running request's blocks away between two steps, as a full pool does.
+
+        Args:
+            name: the request; nothing happens unless it runs.
+            forget: drop what is cached too, so that it is computed again instead of found.
+        """
+        state = self.llm.model.scheduler.state
+        for seq in [seq for seq in state.running if seq.request.request_id == name]:
+            state.preempt(seq)
+        if forget:
+            self.llm.reset_cache()
+
     def step(self) -> bool:
         """One step; False when there was nothing to do."""
         try:

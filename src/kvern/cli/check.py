@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvern.catalog import DEFAULT_MODEL
 from kvern.cli.engine_options import load_engine
 from kvern.cli.output import print_json
+
+if TYPE_CHECKING:
+    from kvern.check.lab import CheckOptions
+    from kvern.check.results import CheckReport
 
 
 def add_parser(subparsers: Any) -> None:
@@ -32,6 +36,19 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer and shorter cases")
     parser.add_argument(
         "--trace-layers", action="store_true", help="name the first layer that differs as well"
+    )
+    parser.add_argument(
+        "--max-border-tokens",
+        type=_positive,
+        metavar="N",
+        help="follow windows, chunks and position regimes of up to N tokens past their end, whatever it takes "
+        "(default: those that take a few minutes)",
+    )
+    parser.add_argument(
+        "--against",
+        choices=("transformers",),
+        help="compare with this library's float32 passes as well (needs torch, transformers, and gguf for a "
+        "GGUF file)",
     )
     group = parser.add_argument_group("what is checked")
     group.add_argument(
@@ -57,14 +74,52 @@ def run(args: argparse.Namespace) -> int:
     from kvern.check.lab import CheckOptions
     from kvern.check.report import report_lines
 
-    options = CheckOptions(is_quick=args.quick, trace_layers=args.trace_layers)
+    options = CheckOptions(
+        is_quick=args.quick, trace_layers=args.trace_layers, max_border=args.max_border_tokens
+    )
+    if args.against:
+        _require_packages()
     with load_engine(args) as llm:
-        report = check(llm, options, progress=_progress_bar())
+        reports = [check(llm, options, progress=_progress_bar())]
+    if args.against:
+        reports.append(_against_transformers(args, options))
     if args.json:
-        print_json(report.document())
+        document = reports[0].document()
+        for other in reports[1:]:
+            document["against"] = other.document()
+        print_json(document)
     else:
-        print("\n".join(report_lines(report)))
-    return 0 if report.is_healthy else 1
+        print("\n\n".join("\n".join(report_lines(report)) for report in reports))
+    return 0 if all(report.is_healthy for report in reports) else 1
+
+
+def _require_packages() -> None:
+    """Say what is missing before minutes are spent."""
+    from kvern.check.against import require
+
+    require("torch")
+    require("transformers")
+
+
+def _against_transformers(args: argparse.Namespace, options: CheckOptions) -> CheckReport:
+    """The engine with float32 weights, keys and values, compared with transformers."""
+    from kvern.check.against import Transformers
+    from kvern.check.doctor import check_against
+
+    exact = argparse.Namespace(**{**vars(args), "kv_format": "fp32", "weights_format": "fp32"})
+    with load_engine(exact) as llm:
+        config = llm.model.decoder.config
+        oracle = Transformers(
+            llm.model.path, config.vocab_size, depends_on_length=config.regimes is not None
+        )
+        return check_against(llm, oracle, options, progress=_progress_bar())
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
 
 
 def _progress_bar() -> Callable[[int, int, str], None] | None:
