@@ -18,6 +18,7 @@ from kvern.spec.groups import make_kv_groups
 from kvern.spec.layers import KVCacheSpec, LayerSpec, ModelSpec
 from kvern.spec.pages import KVGroup, KVPlan
 from kvern.spec.reach import All, Chunk, Last, Reach, Window
+from kvern.spec.regimes import PositionRegimes
 
 DEFAULT_CONTEXT = 4096
 MAX_LISTED_CHARACTERS = 34
@@ -139,6 +140,7 @@ def _document(
         "architecture": model.architecture,
         "num_layers": model.num_layers,
         "max_model_len": model.max_model_len,
+        "position_regimes": _regimes_document(model),
         "kv_format": kv_format,
         "layers": [_layer_document(layer) for layer in model.layers],
         "kv_bytes_per_token": model.kv_bytes_per_token,
@@ -157,6 +159,20 @@ def _document(
         document["open_bytes_per_sequence"] = sum(group.open_page_bytes for group in groups)
         document["row_bytes_per_token"] = _row_bytes(model, groups)
     return document
+
+
+def _regimes_document(model: ModelSpec) -> dict[str, int | None] | None:
+    regimes = model.regimes
+    return None if regimes is None else {"border": regimes.border, "step": regimes.step}
+
+
+def _regimes_line(regimes: PositionRegimes) -> str:
+    """What a sequence costs that grows past a border of its positions."""
+    if not regimes.is_brief:
+        return (
+            f"(a sequence that grows past {regimes.border:,} tokens is computed again there, once)"
+        )
+    return f"(past {regimes.border:,} tokens each token computes its whole sequence again: dynamic NTK)"
 
 
 def _row_bytes(model: ModelSpec, groups: Sequence[KVGroup]) -> int:
@@ -211,6 +227,8 @@ def _lines(
     order = model.details.get("layer_order")
     if order:
         lines.append(f"(the order of the layers is {order})")
+    if model.regimes is not None:
+        lines.append(_regimes_line(model.regimes))
     if model.max_model_len and context > model.max_model_len:
         lines.append(f"(the model's own limit is {model.max_model_len:,} tokens)")
     if groups:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from kvern.spec.codec import BF16, Codec, Region, parse_kv_format
 from kvern.spec.content import Content, State, StatePart, Stream
 from kvern.spec.reach import All, Reach
+from kvern.spec.regimes import PositionRegimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +217,8 @@ class ModelSpec:
         architecture: class name in the configuration, or the GGUF architecture.
         family: `model_type` of the (text) configuration.
         max_model_len: context limit in tokens, rope scaling included; None = not stated.
+        regimes: which lengths of a sequence turn alike, where a sequence that grows is computed again;
+            None = nothing depends on the length.
         num_layers: decoder layers; multi-token-prediction layers are in `mtp_layers`.
         layers: one entry per decoder layer, in order.
         num_kv_heads: KV heads of the first attention layer (layers may differ: see `layers`).
@@ -230,6 +233,7 @@ class ModelSpec:
     num_layers: int
     layers: tuple[LayerSpec, ...]
     max_model_len: int | None = None
+    regimes: PositionRegimes | None = None
     hidden_size: int | None = None
     vocab_size: int | None = None
     num_attention_heads: int | None = None

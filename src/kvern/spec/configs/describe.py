@@ -16,7 +16,7 @@ from kvern.spec.configs.latent import LATENT_FAMILIES
 from kvern.spec.configs.legacy import LEGACY_FAMILIES
 from kvern.spec.configs.reader import Config, MissingFieldError
 from kvern.spec.configs.refusals import refuse_uncacheable
-from kvern.spec.configs.rope import max_model_len
+from kvern.spec.configs.rope import max_model_len, position_regimes
 from kvern.spec.configs.weights import expert_spec
 from kvern.spec.layers import LayerSpec, ModelSpec, ParameterCount
 
@@ -108,6 +108,7 @@ def describe(values: Mapping[str, Any], name: str) -> ModelSpec:
         num_layers=len(layers),
         layers=counted,
         max_model_len=max_model_len(config, family_name),
+        regimes=position_regimes(config, family_name),
         hidden_size=config.optional_integer("hidden_size"),
         vocab_size=config.optional_integer("vocab_size"),
         num_attention_heads=config.num_heads if has_heads else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvern.spec.configs.reader import Config
+from kvern.spec.regimes import PositionRegimes
 
 LENGTH_FIELDS = (
     "max_position_embeddings",
@@ -45,3 +46,24 @@ def max_model_len(config: Config, family: str) -> int | None:
         return length
     original = scaling.get("original_max_position_embeddings")
     return int((original if isinstance(original, int) else length) * factor)
+
+
+def position_regimes(config: Config, family: str) -> PositionRegimes | None:
+    """Which lengths of a sequence turn alike, where that depends on the length; else None.
+
+    longrope has a second set of factors beyond the original length, dynamic NTK another base for each length
+    beyond the stated one.
+    """
+    length, context = config.optional_integer(*LENGTH_FIELDS), max_model_len(config, family)
+    if length is None or context is None:
+        return None
+    scaling = rope_scaling(config)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "dynamic":
+        return PositionRegimes(length, 1) if length < context else None
+    if kind not in ("longrope", "su") or "long_factor" not in scaling:
+        return None
+    stated = scaling.get("original_max_position_embeddings")
+    border = stated if isinstance(stated, int) else None
+    border = border or config.optional_integer("original_max_position_embeddings") or length
+    return PositionRegimes(border) if border < context else None
