@@ -73,3 +73,14 @@ def test_inspect_says_what_it_costs(
     assert ("computed again" in told or "computes its whole" in told) == (words is not None)
     assert main(["inspect", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["position_regimes"] == document
+
+
+@pytest.mark.parametrize(("context", "warns"), [(4096, False), (8192, True)])
+def test_plan_warns_where_every_token_is_a_pass(
+    context: int, warns: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, **CONFIGS[1][0]}))
+    flags = ["--kv-memory", "1GiB", "--context", str(context)]
+    assert main(["plan", str(path), "--engine", "kvern", *flags]) == 0
+    assert ("--context 4096 stays below" in capsys.readouterr().out) == warns

@@ -33,6 +33,7 @@ def warnings_for(answer: Plan) -> tuple[str, ...]:
             f"{request.context:,} tokens are asked for and the model's own limit is {limit:,}: "
             "beyond it positions were never trained"
         )
+    found += _positions(answer)
     found += _replication(request, model)
     found += _formats(request)
     found += _memory(request)
@@ -61,6 +62,19 @@ def batch_warnings(answer: Plan, batch: int) -> tuple[str, ...]:
             f"request, and {fitting} of {answer.context:,} tokens, output included, fit at once"
         )
     return tuple(found)
+
+
+def _positions(answer: Plan) -> list[str]:
+    """Lengths at which every token costs a pass over its whole sequence."""
+    regimes, engine = answer.request.model.regimes, answer.request.engine.lower()
+    if regimes is None or not regimes.is_brief or engine != "kvern":
+        return []
+    if answer.context <= regimes.border:
+        return []
+    return [
+        f"past {regimes.border:,} tokens positions turn by the length (dynamic NTK scaling): kvern computes "
+        f"the whole sequence again for each token there; --context {regimes.border} stays below"
+    ]
 
 
 def _replication(request: PlanRequest, model: ModelSpec) -> list[str]:
