@@ -9,9 +9,11 @@ import pytest
 from tests.models.harness import backend_of
 
 from kvern.kernels.protocol import Backend
+from kvern.kernels.reference_routing import largest
+from kvern.kernels.reference_state import sigmoid, silu, softmax, softplus
 from kvern.models.config import ExpertsConfig
 from kvern.models.feed_forward import Experts, ExpertsWeights
-from kvern.models.rowwise import Norm, largest, plain_activation, sigmoid, silu, softmax, softplus
+from kvern.models.rowwise import Norm
 
 Operation = Callable[[np.ndarray], np.ndarray]
 
@@ -75,12 +77,13 @@ def test_ties_go_to_the_lower_index() -> None:
 
 def test_plain_activations(request: pytest.FixtureRequest) -> None:
     x = np.array([[-2.0, -0.5, 0.0, 0.5, 3.0]], np.float32)
-    scratch, out = np.empty((1, 10), np.float32), np.empty_like(x)
-    backend = backend_of("reference", request)
-    plain_activation(backend, x, "relu2", scratch, out)
-    assert out.tolist() == [[0, 0, 0, 0.25, 9]]
-    plain_activation(backend, x, "silu", scratch, out)
-    assert np.allclose(out, x / (1 + np.exp(-x)))
+    out = np.empty_like(x)
+    for name in ("reference", "native"):
+        backend = backend_of(name, request)
+        backend.gate(x, "relu2", None, out)
+        assert out.tolist() == [[0, 0, 0, 0.25, 9]]
+        backend.gate(x, "silu", None, out)
+        assert np.allclose(out, x / (1 + np.exp(-x)))
 
 
 def test_extremes_neither_overflow_nor_warn() -> None:

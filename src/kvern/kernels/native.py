@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvern.errors import UnsupportedModelError, UsageError
+from kvern.kernels.native_families import NativeFamilies
 from kvern.kernels.protocol import (
     F32,
     I32,
@@ -29,7 +30,7 @@ from kvern.kernels.protocol import (
     Weight,
 )
 
-RECIPE = "r1"
+RECIPE = "r2"
 """Raised whenever any result bit of any native kernel changes."""
 
 ELEMENT_TYPES = (
@@ -93,7 +94,7 @@ def default_num_threads() -> int:
         return os.cpu_count() or 1
 
 
-class NativeBackend:
+class NativeBackend(NativeFamilies):
     """The operations on the CPU, bit-identical whatever the batch, the chunking or the threads.
 
     One pool of threads belongs to the backend; idle threads sleep. After a fork the child starts
@@ -122,7 +123,7 @@ class NativeBackend:
             raise UsageError(f"the number of threads is {threads}: choose 1 to 1024")
         wanted = kernel_path or os.environ.get("KVERN_KERNEL_PATH", "")
         try:
-            self._runtime = _native.Runtime(threads, wanted)
+            self._native, self._runtime = _native, _native.Runtime(threads, wanted)
         except ValueError as error:
             raise UsageError(str(error)) from None
         self.kernel_path: str = self._runtime.path

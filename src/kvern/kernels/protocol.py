@@ -31,6 +31,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from kvern.kernels.family_protocol import FamilyOperations
 from kvern.store.streams import PagedStream as PagedStream
 
 F32 = npt.NDArray[np.float32]
@@ -122,7 +123,7 @@ class Weight(Protocol):
 
 
 @runtime_checkable
-class Backend(Protocol):
+class Backend(FamilyOperations, Protocol):
     """The operations. `T` is num_tokens; shapes are checked, a wrong one raises ValueError."""
 
     name: str

@@ -24,6 +24,7 @@ from kvern.kernels.protocol import (
     PagedStream,
     Weight,
 )
+from kvern.kernels.reference_families import ReferenceFamilies
 from kvern.kernels.reference_narrow import append_narrow, gather_own, gather_sealed
 from kvern.store.dtypes import STORED_BYTES, decode, encode
 
@@ -100,7 +101,7 @@ def _with_own_blocks(
     return both, positions, ops.Forms(num_sealed, block_size)
 
 
-class ReferenceBackend:
+class ReferenceBackend(ReferenceFamilies):
     """Every operation by `reference_ops` on numpy arrays. Compared with others by a stated tolerance."""
 
     name = "reference"

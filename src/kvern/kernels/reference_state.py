@@ -1,10 +1,9 @@
 """Reference operations on recurrent states: token after token, each rounded as it is stored.
 
-They run inside every backend until a native form of them exists, so they are row-invariant: a
-sequence's numbers are computed by itself, token by token, with the same shapes whatever the chunk;
-sums run in numpy's fixed order, and BLAS is never called (einsum of two operands is numpy's own
-loop). Because a state is rounded to its stored dtype after every token, it does not matter where a
-chunk ends.
+They are row-invariant: a sequence's numbers are computed by itself, token by token, with the same
+shapes whatever the chunk; sums run in numpy's fixed order, and BLAS is never called (einsum of two
+operands is numpy's own loop). Because a state is rounded to its stored dtype after every token, it
+does not matter where a chunk ends.
 """
 
 from __future__ import annotations
@@ -20,6 +19,29 @@ F32 = npt.NDArray[np.float32]
 def rounded(x: F32, dtype: str) -> F32:
     """float32 values as a stored dtype keeps them."""
     return x if dtype == "fp32" else decode(encode(x, dtype), dtype)
+
+
+def softmax(x: F32) -> F32:
+    """Softmax along the last axis of a C-contiguous ``[T, n]``."""
+    exponentials = np.exp(x - np.max(x, axis=-1, keepdims=True))
+    result: F32 = exponentials / np.sum(exponentials, axis=-1, keepdims=True)
+    return result
+
+
+def sigmoid(x: F32) -> F32:
+    """``1 / (1 + exp(-x))``; exactly 0 where exp overflows."""
+    with np.errstate(over="ignore"):
+        return np.float32(1) / (np.float32(1) + np.exp(-x))
+
+
+def silu(x: F32) -> F32:
+    """``x * sigmoid(x)``."""
+    return x * sigmoid(x)
+
+
+def softplus(x: F32) -> F32:
+    """``log(1 + exp(x))``, and x itself where that is the same number."""
+    return np.where(x > 20, x, np.log1p(np.exp(np.minimum(x, np.float32(20)))))
 
 
 def causal_convolution(x: F32, tail: F32, weight: F32, bias: F32 | None) -> tuple[F32, F32]:

@@ -10,7 +10,6 @@ import numpy.typing as npt
 from kvern.kernels.protocol import AttendBatch, AttendParams, Backend, PagedStream, Weight
 from kvern.models.config import LayerConfig
 from kvern.models.rope import RopeTable
-from kvern.models.rowwise import sigmoid
 from kvern.models.states import LayerState
 from kvern.models.workspace import LayerBuffers
 from kvern.spec.pages import StateOffset
@@ -108,54 +107,48 @@ class HeadsAttention:
         weights, layer, views, batch = self.weights, self.layer, step.views, step.batch
         backend.matmul(x, weights.qkv, views.qkv)
         if weights.qkv_bias is not None:
-            views.qkv[...] += weights.qkv_bias
+            backend.add_bias(views.qkv, weights.qkv_bias)
         keys, values = step.cache.keys, step.cache.values
         assert keys is not None
         assert values is not None
         if layer.share_with is None:
-            v = self._normed(backend, "v", views.v, views) if layer.has_value_norm else views.v
+            v = self._normed_values(backend, views) if layer.has_value_norm else views.v
             backend.append(v, values, batch)
-            k = self._turned(backend, "k", views.k, step)
-            backend.append(k, keys, batch)
-        q = self._turned(backend, "q", views.q, step)
+            self._turn(backend, views.k, weights.k_norm, step)
+            backend.append(views.k, keys, batch)
+        self._turn(backend, views.q, weights.q_norm, step)
         if layer.query_temperature is not None:
-            q *= _temperatures(batch.positions, *layer.query_temperature)
-        products = backend.attend(q, keys, values, batch, self.params, views.attended)
+            backend.scale_by_position(views.q, batch.positions, *layer.query_temperature)
+        products = backend.attend(views.q, keys, values, batch, self.params, views.attended)
         if layer.has_gate:
-            views.attended_rows[...] *= sigmoid(views.extra["gate"])
+            rows = views.attended_rows
+            backend.gate(views.extra["gate"], "sigmoid", rows, rows)
         backend.matmul(views.attended_rows, weights.output, out)
         if weights.output_bias is not None:
-            out += weights.output_bias
+            backend.add_bias(out, weights.output_bias)
         return products
 
-    def _turned(self, backend: Backend, name: str, x: F32, step: LayerStep) -> F32:
-        """Queries or keys, normed and rotated as the layer has it."""
+    def _turn(self, backend: Backend, x: F32, weight: F32 | None, step: LayerStep) -> None:
+        """Norm and rotate queries or keys as the layer has it, in place."""
         layer = self.layer
         if layer.qk_norm is not None and layer.qk_norm != "unit":
-            x = self._normed(backend, name, x, step.views)
+            self._norm(backend, x, weight)
         if self.rope is not None and layer.rope is not None:
             rows, cos, sin = self.rope.of_step(step.batch, step.num_positions)
             backend.rotary(x, rows, cos, sin, layer.rope.interleaved)
         if layer.qk_norm == "unit":
-            x = self._normed(backend, name, x, step.views)
-        return x
+            self._norm(backend, x, weight)
 
-    def _normed(self, backend: Backend, name: str, x: F32, views: LayerBuffers) -> F32:
-        """A normed copy; a weight as long as all heads norms a token's heads together."""
-        weights = self.weights
-        weight = {"q": weights.q_norm, "k": weights.k_norm, "v": weights.v_norm}[name]
+    def _norm(self, backend: Backend, x: F32, weight: F32 | None) -> None:
+        """Norm heads in place; a weight as long as all heads norms a token's heads together."""
         assert weight is not None
-        source, target = views.extra[name].reshape(x.shape), views.extra[name + "_normed"]
-        np.copyto(source, x)
-        rows = (-1, len(weight))
-        backend.rms_norm(source.reshape(rows), weight, weights.norm_eps, target.reshape(rows))
-        return target.reshape(x.shape)
+        heads = x.reshape(len(x), -1, len(weight))  # a view: a token's heads lie side by side
+        backend.norm(heads, weight, None, self.weights.norm_eps, False, heads)
 
-
-def _temperatures(
-    positions: npt.NDArray[np.int32], floor: float, factor: float, start: float
-) -> F32:
-    """``[T, 1, 1]``; see `LayerConfig.query_temperature`."""
-    steps = np.floor((positions.astype(np.float32) + np.float32(start)) / np.float32(floor))
-    factors: F32 = np.log1p(steps) * np.float32(factor) + np.float32(1)
-    return factors[:, None, None]
+    def _normed_values(self, backend: Backend, views: LayerBuffers) -> F32:
+        """A normed copy of the values, which may be the keys before their norm."""
+        weight = self.weights.v_norm
+        assert weight is not None
+        out = views.extra["v_normed"].reshape(views.v.shape)
+        backend.norm(views.v, weight, None, self.weights.norm_eps, False, out)
+        return out

@@ -82,6 +82,9 @@ class Decoder:
         self.per_layer = per_layer_inputs_of(loader) if config.per_layer_size else None
         self.streams = streams_of(loader) if config.num_streams else None
         self.layers = [self._layer(loader, index) for index in range(len(config.layers))]
+        parts = [layer.feed_forward for layer in self.layers]
+        routed = [part.experts if isinstance(part, DenseBesideExperts) else part for part in parts]
+        self._experts = [part for part in routed if isinstance(part, Experts)]
         records = hasattr(backend, "recording") and is_repeatable(self.config)
         self._recorder = cast("RecordingBackend", backend) if records else None
 
@@ -121,12 +124,15 @@ class Decoder:
             until the next call) and the number of query-key products per head, summed over layers.
         """
         recorder = self._recorder if batches[0].regimes is None else None
+        if any(part.on_margin is not None for part in self._experts):
+            recorder = None
         if trace is None and recorder is not None and cast("object", recorder) is self.backend:
             return run_or_repeat(
                 recorder,
                 workspace,
                 token_ids,
                 batches,
+                cache,
                 lambda: self._forward(token_ids, batches, cache, workspace, None),
             )
         return self._forward(token_ids, batches, cache, workspace, trace)
@@ -163,7 +169,7 @@ class Decoder:
             if self.per_layer is not None and inputs is not None:
                 self.per_layer.add(self.backend, index, inputs, hidden)
             if layer.scale is not None:
-                hidden *= layer.scale
+                self.backend.scale(hidden, float(layer.scale))
             if trace is not None:
                 trace(index, hidden)
         self.final_norm.apply(self.backend, hidden, buffers.normed)
@@ -173,23 +179,21 @@ class Decoder:
         """``out [n, vocab_size]`` for final hidden states ``[n, hidden_size]``."""
         self.backend.matmul(hidden, self.head, out)
         if self.head_bias is not None:
-            out += self.head_bias
+            self.backend.add_bias(out, self.head_bias)
         if self.config.logit_scale != 1.0:
-            out *= np.float32(self.config.logit_scale)
+            self.backend.scale(out, self.config.logit_scale)
         if self.config.logit_softcap is not None:
-            cap = np.float32(self.config.logit_softcap)
-            out /= cap
-            np.tanh(out, out=out)
-            out *= cap
+            self.backend.softcap(out, self.config.logit_softcap)
 
     def _embed(self, token_ids: I32, positions: I32, buffers: StepBuffers) -> None:
         config = self.config
         self.backend.embed(self.embedding, token_ids, buffers.hidden)
         if config.embedding_scale != 1.0:
-            buffers.hidden[...] *= np.float32(config.embedding_scale)
+            self.backend.scale(buffers.hidden, config.embedding_scale)
         if self.positions is not None:
-            rows = positions + np.int32(config.position_offset)
-            self.backend.embed(self.positions, rows, buffers.delta)
+            self.backend.embed_positions(
+                self.positions, positions, config.position_offset, buffers.delta
+            )
             self.backend.add(buffers.hidden, buffers.delta)
 
     def _serial_layer(self, layer: DecoderLayer, buffers: StepBuffers, step: LayerStep) -> int:
@@ -272,5 +276,5 @@ class Decoder:
             norm.apply(self.backend, delta, buffers.normed)
             delta = buffers.normed
         if self.config.residual_scale != 1.0:
-            delta *= np.float32(self.config.residual_scale)
+            self.backend.scale(delta, self.config.residual_scale)
         self.backend.add(buffers.hidden, delta)

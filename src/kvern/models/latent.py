@@ -12,6 +12,7 @@ Source: DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix C.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,8 @@ F32 = npt.NDArray[np.float32]
 class LatentWeights:
     """Projections; per head `k_up` is ``[latent_dim, nope_dim]``, `v_up` ``[value_dim, latent_dim]``.
 
+    These two are the backend's `group_heads`.
+
     `q` projects the layer's input, or the normed `q_down` of it where there is one.
     """
 
@@ -38,8 +41,8 @@ class LatentWeights:
     kv_down: Weight
     kv_down_bias: F32 | None
     kv_down_norm: F32
-    k_up: tuple[Weight, ...]
-    v_up: tuple[Weight, ...]
+    k_up: Any
+    v_up: Any
     output: Weight
     output_bias: F32 | None
 
@@ -68,30 +71,22 @@ class LatentAttention:
         keys = step.cache.keys
         assert keys is not None
         products = backend.attend(query, keys, keys, step.batch, self.params, wide)
-        for head, weight in enumerate(self.weights.v_up):
-            part = np.ascontiguousarray(wide[:, head, : latent.latent_dim])
-            value = np.empty((num_tokens, layer.value_dim), np.float32)
-            backend.matmul(part, weight, value)
-            views.attended[:, head] = value
+        latents = wide[:, :, : latent.latent_dim]
+        backend.matmul_heads(latents, self.weights.v_up, views.attended)
         backend.matmul(views.attended_rows, self.weights.output, out)
         if self.weights.output_bias is not None:
-            out += self.weights.output_bias
+            backend.add_bias(out, self.weights.output_bias)
         return products
 
     def _append(self, backend: Backend, x: F32, step: LayerStep) -> None:
         """Compress each token, norm the latent, turn the rotary key, store both as one vector."""
-        weights, latent, down = self.weights, self.latent, step.views.extra["kv_down"]
-        backend.matmul(x, weights.kv_down, down)
+        weights, latent, entry = self.weights, self.latent, step.views.extra["kv_down"]
+        backend.matmul(x, weights.kv_down, entry)
         if weights.kv_down_bias is not None:
-            down += weights.kv_down_bias
-        entry = step.views.extra["latent_entry"]
-        compressed = np.ascontiguousarray(down[:, : latent.latent_dim])
-        normed = np.empty_like(compressed)
-        backend.rms_norm(compressed, weights.kv_down_norm, latent.norm_eps, normed)
-        entry[:, : latent.latent_dim] = normed
-        entry[:, latent.latent_dim :] = self._rotated(
-            backend, down[:, None, latent.latent_dim :], step
-        )[:, 0]
+            backend.add_bias(entry, weights.kv_down_bias)
+        compressed = entry[:, : latent.latent_dim]
+        backend.norm(compressed, weights.kv_down_norm, None, latent.norm_eps, False, compressed)
+        self._rotate(backend, entry[:, None, latent.latent_dim :], step)
         assert step.cache.keys is not None
         backend.append(entry[:, None, :], step.cache.keys, step.batch)
 
@@ -102,25 +97,22 @@ class LatentAttention:
             assert weights.q_down_norm is not None
             backend.matmul(x, weights.q_down, extra["q_down"])
             if weights.q_down_bias is not None:
-                extra["q_down"][...] += weights.q_down_bias
+                backend.add_bias(extra["q_down"], weights.q_down_bias)
             x = extra["q_down_normed"]
             backend.rms_norm(extra["q_down"], weights.q_down_norm, latent.norm_eps, x)
         backend.matmul(x, weights.q, extra["q_heads"])
         heads = extra["q_heads"].reshape(num_tokens, self.layer.num_heads, -1)
         query = extra["latent_query"].reshape(num_tokens, self.layer.num_heads, -1)
-        for head, weight in enumerate(weights.k_up):
-            part = np.ascontiguousarray(heads[:, head, : latent.nope_dim])
-            absorbed = np.empty((num_tokens, latent.latent_dim), np.float32)
-            backend.matmul(part, weight, absorbed)
-            query[:, head, : latent.latent_dim] = absorbed
-        query[:, :, latent.latent_dim :] = self._rotated(
-            backend, heads[:, :, latent.nope_dim :], step
+        backend.matmul_heads(
+            heads[:, :, : latent.nope_dim], weights.k_up, query[:, :, : latent.latent_dim]
         )
+        turned = query[:, :, latent.latent_dim :]
+        backend.copy(heads[:, :, latent.nope_dim :], turned)
+        self._rotate(backend, turned, step)
         return query
 
-    def _rotated(self, backend: Backend, x: F32, step: LayerStep) -> F32:
-        turned, rope = np.ascontiguousarray(x), self.layer.rope
+    def _rotate(self, backend: Backend, x: F32, step: LayerStep) -> None:
+        rope = self.layer.rope
         assert rope is not None
         rows, cos, sin = self.rope.of_step(step.batch, step.num_positions)
-        backend.rotary(turned, rows, cos, sin, rope.interleaved)
-        return turned
+        backend.rotary(x, rows, cos, sin, rope.interleaved)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
+from kvern.kernels.family_protocol import ExpertParts
 from kvern.kernels.protocol import HostTensor
 from kvern.models.config import ExpertsConfig
 from kvern.models.feed_forward import (
@@ -111,7 +114,8 @@ def _row(loader: Loader, template: str, cols: int, index: int) -> HostTensor:
     return loader.source.matrix(name, 1, cols)
 
 
-def _all_experts(loader: Loader, index: int, experts: ExpertsConfig) -> tuple[DenseWeights, ...]:
+def _all_experts(loader: Loader, index: int, experts: ExpertsConfig) -> Any:
+    """The backend's group of all experts."""
     names, hidden, inner = loader.names, loader.config.hidden_size, experts.intermediate_size
     count = experts.num_experts
     if _is_fused(loader, index):
@@ -128,10 +132,17 @@ def _all_experts(loader: Loader, index: int, experts: ExpertsConfig) -> tuple[De
         gate_ups = [[gate, up] for gate, up in zip(gates, ups, strict=True)]
     downs = _per_expert(loader, names.expert_down, index, count, hidden, inner)
     gate_up_biases, down_biases = _expert_biases(loader, index, experts)
-    return tuple(
-        DenseWeights(loader.prepare(*gate_up), gate_up_bias, loader.prepare(down), down_bias)
-        for gate_up, gate_up_bias, down, down_bias in zip(
-            gate_ups, gate_up_biases, downs, down_biases, strict=True
+    return loader.backend.group_experts(
+        ExpertParts(
+            gate_up=[loader.prepare(*gate_up) for gate_up in gate_ups],
+            down=[loader.prepare(down) for down in downs],
+            gate_up_bias=gate_up_biases,
+            down_bias=down_biases,
+            activation=experts.activation,
+            is_gated=experts.is_gated,
+            scales_input=experts.scales_input,
+            alpha=experts.alpha,
+            clamp=experts.clamp,
         )
     )
 
@@ -177,7 +188,8 @@ def _expert_biases(
             gate_up = gate_up[:, _gate_then_up(inner)]
     else:
         gate_up = np.concatenate([rows(names.expert_gate, inner), rows(names.expert_up, inner)], -1)
-    return list(gate_up), list(rows(names.expert_down, hidden))
+    down = np.ascontiguousarray(rows(names.expert_down, hidden))
+    return list(np.ascontiguousarray(gate_up)), list(down)
 
 
 def _gate_then_up(inner: int) -> npt.NDArray[np.int64]:

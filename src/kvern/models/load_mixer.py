@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
-from kvern.kernels.protocol import AttendParams, Weight
+from kvern.kernels.protocol import AttendParams
 from kvern.models.attention import AttentionWeights, HeadsAttention
 from kvern.models.config import LayerConfig
 from kvern.models.latent import LatentAttention, LatentWeights
@@ -129,7 +131,7 @@ def _latent_weights(loader: Loader, index: int) -> LatentWeights:
     )
 
 
-def _absorbed(loader: Loader, index: int) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
+def _absorbed(loader: Loader, index: int) -> tuple[Any, Any]:
     """Per head: the key expansion transposed, and the value expansion."""
     names, layer = loader.names, loader.config.layers[index]
     latent, heads, value_dim = layer.latent, layer.num_heads, layer.value_dim
@@ -145,7 +147,8 @@ def _absorbed(loader: Loader, index: int) -> tuple[tuple[Weight, ...], tuple[Wei
         rows = np.arange(heads * width).reshape(heads, width)
         k_parts = [transposed(take_rows(both, part[: latent.nope_dim])) for part in rows]
         v_parts = [take_rows(both, part[latent.nope_dim :]) for part in rows]
-    return tuple(map(loader.prepare, k_parts)), tuple(map(loader.prepare, v_parts))
+    group = loader.backend.group_heads
+    return group([*map(loader.prepare, k_parts)]), group([*map(loader.prepare, v_parts)])
 
 
 def _queries_and_gates(layer: LayerConfig) -> tuple[I64, I64]:

@@ -27,7 +27,7 @@ def state_mixer(loader: Loader, index: int) -> DeltaNet | Mamba | ShortConv:
 
 def _convolution(loader: Loader, index: int, channels: int, kernel: int) -> F32:
     name = loader.name(loader.names.state_conv, i=index)
-    return loader.source.array(name, channels, 1, kernel)[:, 0]
+    return np.ascontiguousarray(loader.source.array(name, channels, 1, kernel)[:, 0].T)
 
 
 def _vector(loader: Loader, template: str, size: int, index: int) -> F32:

@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from kvern.kernels.protocol import Backend, Weight
 from kvern.models.loader import Loader
-from kvern.models.rowwise import plain_activation
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -55,9 +54,7 @@ class PerLayerInputs:
         num_tokens, _, size = inputs.shape
         gate = np.empty((num_tokens, size), np.float32)
         backend.matmul(x, self.gates[layer], gate)
-        scratch = np.empty((num_tokens, 2 * size), np.float32)
-        plain_activation(backend, gate, self.activation, scratch, gate)
-        gate *= inputs[:, layer]
+        backend.gate(gate, self.activation, inputs[:, layer], gate)
         out, normed = np.empty_like(x), np.empty_like(x)
         backend.matmul(gate, self.outputs[layer], out)
         backend.rms_norm(out, self.output_norms[layer], self.eps, normed)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvern.kernels.family_protocol import StatePlace
 from kvern.spec.pages import StateOffset
-from kvern.store.dtypes import decode, encode
 
 U8 = npt.NDArray[np.uint8]
 I32 = npt.NDArray[np.int32]
@@ -32,31 +32,17 @@ class LayerState:
     pages: U8
     parts: tuple[StateOffset, ...]
 
-    def dtype(self, name: str) -> str:
-        """The stored dtype of a part."""
-        return self._part(name).part.dtype
+    def place(self, name: str) -> StatePlace:
+        """Where a part lies in every entry."""
+        entry = next(entry for entry in self.parts if entry.part.name == name)
+        return StatePlace(
+            self.pages, entry.offset, entry.num_bytes, entry.part.dtype, entry.part.shape
+        )
 
     def read(self, name: str, page_ids: I32) -> F32:
         """A part of the entry in these pages, decoded, in its own shape."""
-        entry = self._part(name)
-        touched, start = self._touched(entry)
-        data = self.pages[page_ids[touched]].reshape(-1)[start : start + entry.num_bytes]
-        return decode(data, entry.part.dtype).reshape(entry.part.shape)
+        return self.place(name).read(page_ids)
 
     def write(self, name: str, page_ids: I32, values: F32) -> None:
         """Store a part, rounded to its dtype."""
-        entry = self._part(name)
-        touched, start = self._touched(entry)
-        data = self.pages[page_ids[touched]]
-        flat = encode(values, entry.part.dtype).reshape(-1)
-        data.reshape(-1)[start : start + entry.num_bytes] = flat
-        self.pages[page_ids[touched]] = data
-
-    def _part(self, name: str) -> StateOffset:
-        return next(entry for entry in self.parts if entry.part.name == name)
-
-    def _touched(self, entry: StateOffset) -> tuple[slice, int]:
-        """Pages of the entry that hold the part, and where in the first of them it starts."""
-        page_bytes = self.pages.shape[1]
-        first, start = divmod(entry.offset, page_bytes)
-        return slice(first, -(-(entry.offset + entry.num_bytes) // page_bytes)), start
+        self.place(name).write(page_ids, values)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvern.kernels.protocol import AttendBatch
-from kvern.models.config import DecoderConfig, LayerConfig
+from kvern.models.config import DecoderConfig, LayerConfig, MambaConfig, ShortConvConfig
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -108,7 +108,7 @@ class Workspace:
             "activated": max(layer.intermediate_size for layer in layers),
         }
         for layer in set(layers):
-            for name, width in extra_widths(layer).items():
+            for name, width in extra_widths(layer, self._hidden_size).items():
                 widths[name] = max(widths.get(name, 0), width)
         return widths
 
@@ -146,7 +146,8 @@ class Workspace:
             v = qkv[:, q_end:k_end]
         if layer.latent is not None:
             q_end = k_end = v_end = 0
-        extra = {n: self._view(n, num_tokens, width) for n, width in extra_widths(layer).items()}
+        widths = extra_widths(layer, self._hidden_size)
+        extra = {name: self._view(name, num_tokens, width) for name, width in widths.items()}
         if layer.has_gate:
             extra["gate"] = qkv[:, v_end:]
         attended_rows = self._view("attended", num_tokens, layer.num_heads * layer.value_dim)
@@ -175,25 +176,64 @@ def qkv_width(layer: LayerConfig) -> int:
     return q + layer.num_kv_heads * (layer.key_dim + values) + gate
 
 
-def extra_widths(layer: LayerConfig) -> dict[str, int]:
+def extra_widths(layer: LayerConfig, hidden_size: int = 0) -> dict[str, int]:
     """Columns of the buffers that a geometry needs beside the common ones."""
     widths: dict[str, int] = {}
-    if layer.qk_norm is not None:
-        q, k = layer.num_heads * layer.key_dim, layer.num_kv_heads * layer.key_dim
-        widths |= {"q": q, "q_normed": q, "k": k, "k_normed": k}
     if layer.has_value_norm:
         values = layer.num_kv_heads * layer.value_dim
-        widths |= {"v": values, "v_normed": values}
+        widths["v_normed"] = values
     latent = layer.latent
     if latent is not None:
         entry = latent.latent_dim + latent.rope_dim
         widths |= {
             "kv_down": entry,
-            "latent_entry": entry,
             "q_heads": layer.num_heads * (latent.nope_dim + latent.rope_dim),
             "latent_query": layer.num_heads * entry,
             "latent_attended": layer.num_heads * entry,
         }
         if latent.query_rank is not None:
             widths |= {"q_down": latent.query_rank, "q_down_normed": latent.query_rank}
+    return widths | _state_widths(layer, hidden_size) | _experts_widths(layer, hidden_size)
+
+
+def _state_widths(layer: LayerConfig, hidden_size: int) -> dict[str, int]:
+    state = layer.state
+    if state is None:
+        return {}
+    if isinstance(state, ShortConvConfig):
+        return {
+            "state_inputs": 3 * hidden_size,
+            "state_conv": hidden_size,
+            "state_mixed": hidden_size,
+        }
+    channels = state.num_channels
+    if isinstance(state, MambaConfig):
+        width = state.num_heads * state.head_dim
+        inputs = width + channels + state.num_heads
+        return {"state_inputs": inputs, "state_conv": channels, "state_mixed": width}
+    width, gates = state.num_value_heads * state.value_dim, 2 * state.num_value_heads
+    return {
+        "state_inputs": channels + width,
+        "state_gates": gates,
+        "state_conv": channels,
+        "state_mixed": width,
+    }
+
+
+def _experts_widths(layer: LayerConfig, hidden_size: int) -> dict[str, int]:
+    experts = layer.experts
+    if experts is None:
+        return {}
+    widths = {
+        "router_logits": experts.num_experts,
+        "expert_ids": experts.num_chosen,
+        "expert_weights": experts.num_chosen,
+    }
+    if experts.shared_size:
+        wide = experts.shared_size * (2 if experts.is_gated else 1)
+        widths |= {"shared_wide": wide, "shared_inner": experts.shared_size, "shared": hidden_size}
+    if experts.has_shared_gate:
+        widths["shared_gate"] = 1
+    if layer.has_both:
+        widths |= dict.fromkeys(("both", "routed", "routed_normed", "routed_input"), hidden_size)
     return widths
