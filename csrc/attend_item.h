@@ -1,6 +1,8 @@
 // Attention of one item: its rows walk the visible tiles of its units. Keys are tiled at borders of kTile
-// and grouped into units of kUnit positions, both absolute, so paging, block size, chunking and
-// neighbours cannot change a bit of a row. A unit starts from nothing; units merge in position order.
+// and grouped into units of kUnit positions, both absolute, so paging, chunking and neighbours cannot
+// change a bit of a row. A unit starts from nothing; units merge in position order. Of narrow streams a
+// query reads the blocks before its own as they are stored, and its own block as it was computed: one more
+// unit, merged last.
 #pragma once
 
 namespace KVERN_PATH {
@@ -8,49 +10,76 @@ namespace KVERN_PATH {
 using kvern::kMaxItemRows;
 using kvern::kUnit;
 
-static inline size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+static inline size_t aligned(int64_t bytes) { return (static_cast<size_t>(bytes) + 63) / 64 * 64; }
 
-static size_t attend_scratch_bytes(const AttendShape& s) {
-    const size_t rows = kMaxItemRows;
-    const size_t key_dim = static_cast<size_t>(s.keys.dim);
-    const size_t padded = static_cast<size_t>(s.value_dim_padded);
-    return aligned(key_dim * kTile * 4) + aligned(padded * kTile * 4) + aligned(rows * key_dim * 4) +
-           kRowBlock * kTile * 4 + 2 * aligned(rows * padded * 4) + 4 * aligned(rows * 4) + aligned(rows * 8);
+// The stored form's kernels of a pass: over sealed (or wide) keys, or over the open block's bf16.
+struct Pass {
+    StreamType keys, values;
+
+    const KeyForm& key_form() const { return kKeyForms[static_cast<int>(keys)]; }
+    const ValueForm& value_form() const { return kValueForms[static_cast<int>(values)]; }
+};
+
+static inline Pass stored_pass(const AttendShape& s) { return {s.keys.type, s.values.type}; }
+static inline Pass open_pass(const AttendShape& s) {
+    return {s.keys.is_narrow() ? StreamType::BF16 : s.keys.type, s.values.is_narrow() ? StreamType::BF16 : s.values.type};
 }
 
 struct ItemBuffers {
-    TileBuffers tile;
-    RowState rows;
+    uint8_t *keys, *values;        // packed tiles
+    uint8_t *q, *open_q;           // queries prepared for either pass
+    float *q_unit, *open_q_unit;
+    uint8_t *zeros, *spare;        // a row of zeros; rows that end at the slab's, of either stream
+    int64_t spare_bytes;           // of one
+    TileRows *key_rows, *value_rows;
+    float* scores;
+    RowState rows;                 // of the pass that is on
     uint64_t* masks;
 };
 
-static ItemBuffers cut_buffers(const AttendShape& s, uint8_t* scratch) {
-    const size_t rows = kMaxItemRows;
-    const size_t key_dim = static_cast<size_t>(s.keys.dim);
-    const size_t padded = static_cast<size_t>(s.value_dim_padded);
-    auto take = [&scratch](size_t bytes) {
-        uint8_t* p = scratch;
-        scratch += aligned(bytes);
+// Cuts the scratch into buffers; without one it only counts.
+static size_t cut_buffers(const AttendShape& s, uint8_t* scratch, ItemBuffers& b) {
+    const int64_t rows = kMaxItemRows;
+    const int64_t padded = s.value_dim_padded;
+    size_t used = 0;
+    auto take = [&](int64_t bytes) {
+        uint8_t* p = scratch ? scratch + used : nullptr;
+        used += aligned(bytes);
         return p;
     };
-    ItemBuffers b;
-    b.tile.keys = reinterpret_cast<uint32_t*>(take(key_dim * kTile * 4));
-    b.tile.values = reinterpret_cast<uint32_t*>(take(padded * kTile * 4));
-    b.tile.scores = reinterpret_cast<float*>(take(kRowBlock * kTile * 4));
-    b.rows.q = reinterpret_cast<uint32_t*>(take(rows * key_dim * 4));
+    const Pass stored = stored_pass(s), open = open_pass(s);
+    auto larger = [](int64_t x, int64_t y) { return x > y ? x : y; };
+    b.keys = take(larger(stored.key_form().tile_bytes(s.keys.dim), open.key_form().tile_bytes(s.keys.dim)));
+    b.values = take(larger(stored.value_form().tile_bytes(s.values.dim), open.value_form().tile_bytes(s.values.dim)));
+    b.q = take(rows * stored.key_form().q_bytes(s.keys.dim));
+    b.open_q = take(s.is_narrow() ? rows * open.key_form().q_bytes(s.keys.dim) : 0);
+    const int64_t widest = larger(padded_to(s.keys.dim, kPackAlign), padded_to(s.values.dim, kPackAlign));
+    b.zeros = take(4 * widest);
+    b.spare = take(2 * kTile * widest);
+    b.spare_bytes = kTile * widest;
+    b.key_rows = reinterpret_cast<TileRows*>(take(sizeof(TileRows)));
+    b.value_rows = reinterpret_cast<TileRows*>(take(sizeof(TileRows)));
+    b.scores = reinterpret_cast<float*>(take(kRowBlock * kTile * 4));
     b.rows.acc = reinterpret_cast<float*>(take(rows * padded * 4));
     b.rows.run = reinterpret_cast<float*>(take(rows * padded * 4));
-    for (float** p : {&b.rows.m, &b.rows.l, &b.rows.run_m, &b.rows.run_l}) {
+    for (float** p : {&b.rows.m, &b.rows.l, &b.rows.run_m, &b.rows.run_l, &b.q_unit, &b.open_q_unit}) {
         *p = reinterpret_cast<float*>(take(rows * 4));
     }
     b.masks = reinterpret_cast<uint64_t*>(take(rows * 8));
     b.rows.masks = b.masks;
-    return b;
+    if (scratch) std::memset(b.zeros, 0, static_cast<size_t>(4 * widest));
+    return used;
+}
+
+static size_t attend_scratch_bytes(const AttendShape& s) {
+    ItemBuffers b;
+    return cut_buffers(s, nullptr, b);
 }
 
 // Rows `begin` and up; the masks are those of every KV head.
-static inline RowState rows_from(RowState s, int begin, int steps, int padded) {
-    s.q += static_cast<int64_t>(begin) * steps;
+static inline RowState rows_from(RowState s, int begin, int64_t q_bytes, int padded) {
+    s.q += begin * q_bytes;
+    s.q_unit += begin;
     s.acc += static_cast<int64_t>(begin) * padded;
     s.run += static_cast<int64_t>(begin) * padded;
     for (float** p : {&s.m, &s.l, &s.run_m, &s.run_l}) *p += begin;
@@ -86,11 +115,33 @@ static inline int64_t last_position(const AttendItem& item) {
     return item.sees_all ? item.unit_limit * kUnit - 1 : item.first_position + item.num_tokens - 1;
 }
 
-// Keys in the tile at `base` that some token of the item sees.
-static inline uint64_t needed_mask(const AttendShape& shape, const AttendItem& item, int64_t base) {
-    if (item.sees_all) return ~0ull;
-    return visible_mask(shape.params, item.first_position, last_position(item), base);
+static inline int64_t block_begin(const AttendShape& shape, int64_t position) {
+    return position / shape.keys.block_size * shape.keys.block_size;
 }
+
+// The positions of a pass: all of them, or with narrow streams those before a query's own block (sealed), or
+// those of its own block.
+enum class Span { ALL, SEALED, OPEN };
+
+// Keys of the pass in the tile at `base` that some query at positions first..last sees.
+static inline uint64_t span_visible(const AttendShape& shape, Span span, int64_t first, int64_t last, int64_t base) {
+    uint64_t mask = visible_mask(shape.params, first, last, base);
+    if (span == Span::SEALED) mask &= span_mask(0, block_begin(shape, last), base);
+    if (span == Span::OPEN) mask &= span_mask(block_begin(shape, first), last + 1, base);
+    return mask;
+}
+
+// One walk of an item over tiles.
+struct Walk {
+    Span span;
+    Pass pass;
+    int64_t begin, end;  // positions of the first tile and past the last
+
+    uint64_t needed(const AttendShape& shape, const AttendItem& item, int64_t base) const {
+        if (item.sees_all) return ~0ull;
+        return span_visible(shape, span, item.first_position, last_position(item), base);
+    }
+};
 
 struct RowRange {
     int begin, end;
@@ -98,12 +149,12 @@ struct RowRange {
 
 // Sets every row's mask for the tile at `base`; returns the rows that see any of it and adds the
 // (row, visible key) pairs.
-static RowRange set_masks(const AttendShape& shape, const AttendItem& item, int64_t base, uint64_t* masks,
-                          int64_t& pairs) {
+static RowRange set_masks(const AttendShape& shape, const AttendItem& item, Span span, int64_t base,
+                          uint64_t* masks, int64_t& pairs) {
     RowRange range{item.num_tokens * item.num_heads, 0};
     for (int i = 0; i < item.num_tokens; ++i) {
         const int64_t p = item.first_position + i;
-        const uint64_t mask = item.sees_all ? ~0ull : visible_mask(shape.params, p, p, base);
+        const uint64_t mask = item.sees_all ? ~0ull : span_visible(shape, span, p, p, base);
         for (int g = 0; g < item.num_heads; ++g) masks[i * item.num_heads + g] = mask;
         if (mask == 0) continue;
         pairs += static_cast<int64_t>(__builtin_popcountll(mask)) * item.num_heads * item.num_kv_heads;
@@ -113,119 +164,160 @@ static RowRange set_masks(const AttendShape& shape, const AttendItem& item, int6
     return range;
 }
 
-// One packed tile of one KV head against rows [begin, end) of the item.
-template <class S>
-static bool attend_tile(const AttendShape& shape, const AttendItem& item, const ItemBuffers& b, int head,
-                        int64_t base, uint64_t need, RowRange range, int steps, Ahead& ahead) {
-    const int padded = shape.value_dim_padded;
-    bool ok = for_each_run(item, shape.keys, head, base, need, [&](const uint8_t* src, int j, int n) {
-        S::pack_keys(src, shape.keys.type, shape.keys.dim, j, n, b.tile.keys, ahead);
-    });
-    ok = ok && for_each_run(item, shape.values, head, base, need, [&](const uint8_t* src, int j, int n) {
-        S::pack_values(src, shape.values.type, shape.values.dim, padded, j, n, b.tile.values, ahead);
-    });
-    if (!ok) return false;
-    const int first = (head - item.first_kv_head) * item.num_tokens * item.num_heads;
-    const RowState rows = rows_from(b.rows, first, steps, padded);
-    for (int r = range.begin; r < range.end; r += kRowBlock) {
-        const int end = r + kRowBlock < range.end ? r + kRowBlock : range.end;
-        attend_rows<S>(shape, b.tile, rows, steps, r, end, ahead);
-    }
-    return true;
-}
-
-// One unit from scratch: m, l and acc of every row. False when a needed key has no valid block.
-template <class S>
-static bool attend_unit(const AttendShape& shape, const AttendItem& item, const ItemBuffers& b, int64_t unit,
-                        int steps, int64_t& pairs) {
-    const int rows = item.num_tokens * item.num_heads * item.num_kv_heads;
-    const int64_t last = last_position(item);
-    for (int r = 0; r < rows; ++r) {
-        b.rows.m[r] = kMinusInf;
-        b.rows.l[r] = 0.0f;
-    }
-    std::memset(b.rows.acc, 0, static_cast<size_t>(rows) * shape.value_dim_padded * 4);
-    Ahead ahead;
-    for (int64_t base = unit * kUnit; base < (unit + 1) * kUnit && base <= last; base += kTile) {
-        const uint64_t need = needed_mask(shape, item, base);
-        if (need == 0) continue;
-        const RowRange range = set_masks(shape, item, base, b.masks, pairs);
-        for (int h = 0; h < item.num_kv_heads; ++h) {
-            const bool same_tile = h + 1 < item.num_kv_heads;
-            const int64_t next_base = same_tile ? base : base + kTile;
-            const int next_head = item.first_kv_head + (same_tile ? h + 1 : 0);
-            ahead.clear();
-            if (next_base <= last && next_base < item.unit_limit * kUnit) {
-                const uint64_t next = needed_mask(shape, item, next_base);
-                for (const StreamView* s : {&shape.keys, &shape.values}) {
-                    const int64_t row_bytes = s->dim * stream_width(s->type);
-                    for_each_run(item, *s, next_head, next_base, next,
-                                 [&](const uint8_t* src, int, int n) { ahead.add(src, n * row_bytes); });
-                }
-                ahead.spread(24 + 2 * (range.end - range.begin));
-            }
-            if (!attend_tile<S>(shape, item, b, item.first_kv_head + h, base, need, range, steps, ahead)) {
-                return false;
-            }
+// False when a needed key has no valid block.
+static bool find_tile(const AttendShape& shape, const AttendItem& item, const ItemBuffers& b, const Walk& walk,
+                      int head, int64_t base, uint64_t need) {
+    const bool is_open = walk.span == Span::OPEN;
+    const StreamView* streams[2] = {&shape.keys, &shape.values};
+    TileRows* rows[2] = {b.key_rows, b.value_rows};
+    for (int i = 0; i < 2; ++i) {
+        if (is_open && streams[i]->is_narrow()) {
+            find_open_rows(item, *streams[i], head, base, need, b.zeros, *rows[i]);
+        } else if (!find_rows(item, *streams[i], head, base, need, b.zeros, b.spare + i * b.spare_bytes, *rows[i])) {
+            return false;
         }
     }
     return true;
 }
 
-template <class S>
-static int64_t attend_item_as(const AttendShape& shape, const AttendItem& item, uint8_t* scratch) {
-    const ItemBuffers b = cut_buffers(shape, scratch);
-    const int rows_per_head = item.num_tokens * item.num_heads;
-    const int rows = rows_per_head * item.num_kv_heads;
-    const int padded = shape.value_dim_padded;
-    const int steps = (shape.keys.dim + S::kPer - 1) / S::kPer;
-    auto head_of = [&](int r) {
-        return static_cast<int64_t>(item.first_head + r / rows_per_head * item.num_heads + r % item.num_heads);
-    };
-    auto place_of = [&](int r) { return r % rows_per_head / item.num_heads; };
-    auto token_of = [&](int r) {
-        return item.places ? item.places[place_of(r)].token : item.first_token + place_of(r);
-    };
+// One tile of one KV head against rows [begin, end) of the item.
+static bool attend_tile(const AttendShape& shape, const AttendItem& item, const ItemBuffers& b, const Walk& walk,
+                        int head, int64_t base, uint64_t need, RowRange range, Ahead& ahead) {
+    if (!find_tile(shape, item, b, walk, head, base, need)) return false;
+    const KeyForm& key_form = walk.pass.key_form();
+    const ValueForm& value_form = walk.pass.value_form();
+    const int num_rows = range.end - range.begin;
+    const bool has_keys = key_form.pack(*b.key_rows, shape.keys.dim, num_rows, b.keys, ahead);
+    const bool has_values = value_form.pack(*b.value_rows, shape.values.dim, num_rows, b.values, ahead);
+    const KeyTile tile{&key_form,    &value_form, b.key_rows, b.value_rows, has_keys ? b.keys : nullptr,
+                    has_values ? b.values : nullptr, b.scores};
+    const int first = (head - item.first_kv_head) * item.num_tokens * item.num_heads;
+    const RowState rows = rows_from(b.rows, first, key_form.q_bytes(shape.keys.dim), shape.value_dim_padded);
+    for (int r = range.begin; r < range.end; r += kRowBlock) {
+        const int end = r + kRowBlock < range.end ? r + kRowBlock : range.end;
+        attend_rows(shape, tile, rows, r, end, ahead);
+    }
+    return true;
+}
+
+// What will be read after this tile: the same tile of the next head, or the next tile.
+static void look_ahead(const AttendShape& shape, const AttendItem& item, const Walk& walk, int head, int64_t base,
+                       Ahead& ahead) {
+    ahead.clear();
+    if (walk.span == Span::OPEN) return;
+    const bool same_tile = head + 1 < item.first_kv_head + item.num_kv_heads;
+    const int64_t next_base = same_tile ? base : base + kTile;
+    const int next_head = same_tile ? head + 1 : item.first_kv_head;
+    if (next_base > last_position(item) || next_base >= item.unit_limit * kUnit) return;
+    const uint64_t next = walk.needed(shape, item, next_base);
+    for (const StreamView* s : {&shape.keys, &shape.values}) {
+        for_each_run(item, *s, next_head, next_base, next, [&](const uint8_t* src, const uint8_t* scales, int, int n) {
+            ahead.add(src, n * row_bytes_of(s->type, s->dim));
+            if (s->type == StreamType::INT8) ahead.add(scales, n * 4);
+        });
+    }
+}
+
+// One unit from scratch: m, l and acc of every row. False when a needed key has no valid block.
+static bool attend_unit(const AttendShape& shape, const AttendItem& item, ItemBuffers& b, const Walk& walk,
+                        int64_t& pairs) {
+    const int rows = item.num_tokens * item.num_heads * item.num_kv_heads;
+    const bool is_open = walk.span == Span::OPEN;
+    b.rows.q = is_open ? b.open_q : b.q;
+    b.rows.q_unit = is_open ? b.open_q_unit : b.q_unit;
     for (int r = 0; r < rows; ++r) {
-        const float* q = item.q + token_of(r) * item.q_token_stride + head_of(r) * shape.keys.dim;
-        S::pack_q(q, shape.keys.dim, b.rows.q + static_cast<int64_t>(r) * steps);
+        b.rows.m[r] = kMinusInf;
+        b.rows.l[r] = 0.0f;
+    }
+    std::memset(b.rows.acc, 0, static_cast<size_t>(rows) * static_cast<size_t>(shape.value_dim_padded) * 4);
+    Ahead ahead;
+    for (int64_t base = walk.begin; base < walk.end; base += kTile) {
+        const uint64_t need = walk.needed(shape, item, base);
+        if (need == 0) continue;
+        const RowRange range = set_masks(shape, item, walk.span, base, b.masks, pairs);
+        if (range.begin >= range.end) continue;
+        const int row_tiles = (range.end - range.begin + kScoreRows - 1) / kScoreRows;
+        for (int h = item.first_kv_head; h < item.first_kv_head + item.num_kv_heads; ++h) {
+            look_ahead(shape, item, walk, h, base, ahead);
+            ahead.spread(kTile / 4 * (1 + row_tiles));
+            if (!attend_tile(shape, item, b, walk, h, base, need, range, ahead)) return false;
+        }
+    }
+    walk.pass.value_form().settle(shape.values.dim, rows, b.rows.acc);
+    return true;
+}
+
+// Unit u of the item; with narrow streams the last one is the open block's.
+static bool attend_any_unit(const AttendShape& shape, const AttendItem& item, ItemBuffers& b, int64_t unit,
+                            int64_t& pairs) {
+    const int64_t last = last_position(item);
+    if (shape.is_narrow() && !item.sees_all && unit == item.unit_limit - 1) {
+        const int64_t begin = block_begin(shape, item.first_position) / kTile * kTile;
+        return attend_unit(shape, item, b, {Span::OPEN, open_pass(shape), begin, last + 1}, pairs);
+    }
+    const int64_t end = (unit + 1) * kUnit < last + 1 ? (unit + 1) * kUnit : last + 1;
+    const Span span = shape.is_narrow() ? Span::SEALED : Span::ALL;
+    return attend_unit(shape, item, b, {span, stored_pass(shape), unit * kUnit, end}, pairs);
+}
+
+// Which token and query head the item's row r is.
+struct RowPlace {
+    int64_t token, head;
+    int place;
+};
+
+static inline RowPlace row_place(const AttendItem& item, int r) {
+    const int per_head = item.num_tokens * item.num_heads;
+    const int place = r % per_head / item.num_heads;
+    return {item.places ? item.places[place].token : item.first_token + place,
+            static_cast<int64_t>(item.first_head + r / per_head * item.num_heads + r % item.num_heads), place};
+}
+
+static void prepare_rows(const AttendShape& shape, const AttendItem& item, const ItemBuffers& b, int rows) {
+    const KeyForm& stored = stored_pass(shape).key_form();
+    const KeyForm& open = open_pass(shape).key_form();
+    const int dim = shape.keys.dim;
+    for (int r = 0; r < rows; ++r) {
+        const RowPlace at = row_place(item, r);
+        const float* q = item.q + at.token * item.q_token_stride + at.head * dim;
+        b.q_unit[r] = stored.prepare_q(q, dim, b.q + r * stored.q_bytes(dim));
+        if (shape.is_narrow()) b.open_q_unit[r] = open.prepare_q(q, dim, b.open_q + r * open.q_bytes(dim));
         b.rows.run_m[r] = kMinusInf;
         b.rows.run_l[r] = 0.0f;
     }
+}
+
+static int64_t attend_item(const AttendShape& shape, const AttendItem& item, uint8_t* scratch) {
+    ItemBuffers b;
+    cut_buffers(shape, scratch, b);
+    const int rows = item.num_tokens * item.num_heads * item.num_kv_heads;
+    const int64_t padded = shape.value_dim_padded;
+    prepare_rows(shape, item, b, rows);
     int64_t pairs = 0;
     for (int64_t unit = item.unit_begin; unit < item.unit_end; ++unit) {
-        if (!attend_unit<S>(shape, item, b, unit, steps, pairs)) return -1;
+        if (!attend_any_unit(shape, item, b, unit, pairs)) return -1;
         for (int r = 0; r < rows; ++r) {
-            const float* acc = b.rows.acc + static_cast<int64_t>(r) * padded;
+            const float* acc = b.rows.acc + r * padded;
             if (item.places) {
-                const kvern::AttendPlace& at = item.places[place_of(r)];
-                float* to = item.partials + at.partial +
-                            (head_of(r) * at.units + unit - at.first_unit) * (padded + 2);
+                const RowPlace row = row_place(item, r);
+                const kvern::AttendPlace& at = item.places[row.place];
+                float* to = item.partials + at.partial + (row.head * at.units + unit - at.first_unit) * (padded + 2);
                 std::memcpy(to, acc, static_cast<size_t>(padded) * 4);
                 to[padded] = b.rows.m[r];
                 to[padded + 1] = b.rows.l[r];
             } else {
-                merge_unit(acc, b.rows.m[r], b.rows.l[r], padded, b.rows.run + static_cast<int64_t>(r) * padded,
+                merge_unit(acc, b.rows.m[r], b.rows.l[r], shape.value_dim_padded, b.rows.run + r * padded,
                            b.rows.run_m[r], b.rows.run_l[r]);
             }
         }
     }
     if (item.places) return pairs;
     for (int r = 0; r < rows; ++r) {
-        float* out = item.out + token_of(r) * item.out_token_stride + head_of(r) * shape.values.dim;
-        finish_row(shape, b.rows.run + static_cast<int64_t>(r) * padded, b.rows.run_m[r], b.rows.run_l[r],
-                   static_cast<int>(head_of(r)), out);
+        const RowPlace at = row_place(item, r);
+        float* out = item.out + at.token * item.out_token_stride + at.head * shape.values.dim;
+        finish_row(shape, b.rows.run + r * padded, b.rows.run_m[r], b.rows.run_l[r], static_cast<int>(at.head), out);
     }
     return pairs;
-}
-
-static int64_t attend_item(const AttendShape& shape, const AttendItem& item, uint8_t* scratch) {
-#ifdef __AVX512BF16__
-    if (shape.keys.type == StreamType::BF16 && shape.values.type == StreamType::BF16) {
-        return attend_item_as<Bf16Steps>(shape, item, scratch);
-    }
-#endif
-    return attend_item_as<FloatSteps>(shape, item, scratch);
 }
 
 // The running sum lives in the first unit's place.

@@ -1,102 +1,17 @@
-// One packed tile of keys against some query rows.
+// One tile of keys against some query rows.
 //
-//   s = q.k in feature order;  m' = max(m, max s);  p = 2^(s c - m');  l = l 2^(m - m') + sum p
-//   acc = acc 2^(m - m'), then acc += p v in key order over the row's visible keys only
+//   s = q.k;  m' = max(m, max s);  p = 2^(s c - m');  l = l 2^(m - m') + sum p
+//   acc = acc 2^(m - m') + sum p v, over the row's visible keys only
 //
-// Rows never mix, and a row's arithmetic is the same in every register tile.
+// Rows never mix, and a row's arithmetic is the same in every register tile. How q.k and p v are summed is
+// the stored form's business (attend_float.h, attend_bf16.h, attend_int8.h): a path's table names a form
+// of the keys and one of the values, and any two go together.
 #pragma once
 
 namespace KVERN_PATH {
 
 constexpr float kLog2e = 1.44269502162933349609375f;
 constexpr float kMinusInf = -__builtin_inff();
-constexpr int kRowBlock = 24;  // rows that go through scores, softmax and values together: they stay in L1
-
-// What is known about each row of an item, and where its tile operands lie.
-struct RowState {
-    uint32_t* q;          // [rows][steps]
-    float* acc;           // [rows][value_dim_padded], the current unit
-    float* run;           // the same, units merged so far
-    float *m, *l, *run_m, *run_l;
-    const uint64_t* masks;  // visible keys of the tile
-};
-
-struct TileBuffers {
-    uint32_t *keys, *values;
-    float* scores;  // [kRowBlock][kTile]; turned into probabilities in place
-};
-
-template <class S, int R, int NV>
-static inline void score_tile(const uint32_t* q, int steps, const uint32_t* keys, float* scores) {
-    F acc[R][NV];
-    for (int r = 0; r < R; ++r) {
-        for (int v = 0; v < NV; ++v) acc[r][v] = f_zero();
-    }
-    for (int s = 0; s < steps; ++s) {
-        const uint32_t* k = keys + static_cast<int64_t>(s) * kTile;
-        for (int r = 0; r < R; ++r) {
-            const uint32_t word = q[static_cast<int64_t>(r) * steps + s];
-            for (int v = 0; v < NV; ++v) acc[r][v] = S::mac(acc[r][v], k + 16 * v, word);
-        }
-    }
-    for (int r = 0; r < R; ++r) {
-        for (int v = 0; v < NV; ++v) f_store(scores + r * kTile + 16 * v, acc[r][v]);
-    }
-}
-
-template <class S, int R>
-static void score_rows(const uint32_t* q, int steps, const uint32_t* keys, float* scores) {
-    for (int v = 0; v < kTile / 16; v += kScoreVectors) {
-        score_tile<S, R, kScoreVectors>(q, steps, keys + 16 * v, scores + 16 * v);
-    }
-}
-
-template <class S, int R, int NV, bool FULL>
-static inline void value_tile(const float* scores, const uint32_t* values, int padded, const float* alpha,
-                              uint64_t mask, float* out) {
-    F acc[R][NV];
-    for (int r = 0; r < R; ++r) {
-        const F a = f_set1(alpha[r]);
-        for (int v = 0; v < NV; ++v) {
-            acc[r][v] = f_mul(f_load(out + static_cast<int64_t>(r) * padded + 16 * v), a);
-        }
-    }
-    const uint32_t* p = reinterpret_cast<const uint32_t*>(scores);
-    constexpr unsigned kAll = (1u << S::kPer) - 1;
-    for (int s = 0; s < kTile / S::kPer; ++s) {
-        const uint32_t* row = values + static_cast<int64_t>(s) * padded;
-        const unsigned bits = FULL ? kAll : static_cast<unsigned>(mask >> (s * S::kPer)) & kAll;
-        if (!FULL && bits == 0) continue;
-        for (int r = 0; r < R; ++r) {
-            uint32_t word;
-            std::memcpy(&word, p + r * kTile + s, 4);
-            for (int v = 0; v < NV; ++v) {
-                acc[r][v] = FULL || bits == kAll ? S::mac(acc[r][v], row + 16 * v, word)
-                                                 : S::mac_masked(acc[r][v], row + 16 * v, word, bits);
-            }
-        }
-    }
-    for (int r = 0; r < R; ++r) {
-        for (int v = 0; v < NV; ++v) f_store(out + static_cast<int64_t>(r) * padded + 16 * v, acc[r][v]);
-    }
-}
-
-template <class S, int R>
-static void value_rows(const float* scores, const uint32_t* values, int padded, const float* alpha,
-                       uint64_t mask, float* out) {
-    const int vectors = padded / 16;
-    int v = 0;
-    for (; v + kScoreVectors <= vectors; v += kScoreVectors) {
-        if (mask == ~0ull) {
-            value_tile<S, R, kScoreVectors, true>(scores, values + 16 * v, padded, alpha, mask, out + 16 * v);
-        } else {
-            value_tile<S, R, kScoreVectors, false>(scores, values + 16 * v, padded, alpha, mask, out + 16 * v);
-        }
-    }
-    for (; v < vectors; ++v) {
-        value_tile<S, R, 1, false>(scores, values + 16 * v, padded, alpha, mask, out + 16 * v);
-    }
-}
 
 // Splits n rows into register tiles and calls f<R>(first row) for each.
 template <class Call>
@@ -112,6 +27,58 @@ static inline void in_row_tiles(int n, Call&& call) {
     for (; n - r >= 2; r += 2) call(std::integral_constant<int, 2>{}, r);
     if (n - r == 1) call(std::integral_constant<int, 1>{}, r);
 }
+
+}  // namespace KVERN_PATH
+
+#include "attend_bf16.h"
+#include "attend_float.h"
+#include "attend_int8.h"
+
+namespace KVERN_PATH {
+
+// Indexed by StreamType. A new stored form is one more line in each.
+static const KeyForm kKeyForms[] = {
+    key_form<FloatForm<StreamType::FP32>>(),
+    key_form<FloatForm<StreamType::FP16>>(),
+#ifdef __AVX512BF16__
+    {Bf16DotForm::q_bytes, Bf16DotForm::key_tile_bytes, Bf16DotForm::prepare_q, Bf16DotForm::pack_keys,
+     Bf16DotForm::score},
+#else
+    key_form<FloatForm<StreamType::BF16>>(),
+#endif
+    {Int8Form::q_bytes, Int8Form::no_bytes, Int8Form::prepare_q, Int8Form::pack_nothing, Int8Form::score},
+};
+
+static const ValueForm kValueForms[] = {
+    value_form<FloatForm<StreamType::FP32>>(),
+    value_form<FloatForm<StreamType::FP16>>(),
+#ifdef __AVX512BF16__
+    value_form<Bf16DotForm>(),
+#else
+    value_form<FloatForm<StreamType::BF16>>(),
+#endif
+    {Int8Form::tile_bytes, Int8Form::pack, FloatForm<StreamType::FP32>::exponentiate, Int8Form::weigh,
+     Int8Form::settle},
+};
+
+// What is known about each row of an item, and where its tile operands lie.
+struct RowState {
+    const uint8_t* q;       // [rows][q_bytes], prepared for the keys' form
+    const float* q_unit;    // what a score of the row is to be multiplied by
+    float* acc;             // [rows][value_dim_padded], the current unit
+    float* run;             // the same, units merged so far
+    float *m, *l, *run_m, *run_l;
+    const uint64_t* masks;  // visible keys of the tile
+};
+
+// One tile of one head, ready for rows.
+struct KeyTile {
+    const KeyForm* key_form;
+    const ValueForm* value_form;
+    const TileRows *keys, *values;
+    const uint8_t *packed_keys, *packed_values;  // null: not packed
+    float* scores;                               // [kRowBlock][kTile]; turned into probabilities in place
+};
 
 static inline void cap_scores(float* s, float scale, float cap) {
     for (int v = 0; v < kTile; v += 16) {
@@ -134,35 +101,22 @@ static inline float mask_and_max(float* s, uint64_t mask, float c, float m) {
     return t > m ? t : m;
 }
 
-// Scores to probabilities in place; returns their sum.
-template <class S>
-static inline float exponentiate(float* s, float c, float m) {
-    const F minus = f_set1(-m);
-    F p[4];
-    for (int v = 0; v < 4; ++v) p[v] = S::exp2(f_fma(f_load(s + 16 * v), f_set1(c), minus));
-    for (int v = 0; v < 4; ++v) p[v] = S::store_p(reinterpret_cast<uint32_t*>(s), 16 * v, p[v]);
-    return f_sum(f_add(f_add(p[0], p[1]), f_add(p[2], p[3])));
-}
-
 // Rows [begin, end), at most kRowBlock of them.
-template <class S>
-static void attend_rows(const AttendShape& shape, const TileBuffers& tile, const RowState& row, int steps,
-                        int begin, int end, Ahead& ahead) {
+static void attend_rows(const AttendShape& shape, const KeyTile& tile, const RowState& row, int begin, int end,
+                        Ahead& ahead) {
     const int padded = shape.value_dim_padded;
     const float cap = shape.params.softcap;
-    const float c = cap > 0.0f ? kLog2e : shape.params.scale * kLog2e;
     auto scores_of = [&](int r) { return tile.scores + (r - begin) * kTile; };
-    in_row_tiles(end - begin, [&](auto rows, int i) {
-        const int r = begin + i;
-        score_rows<S, rows.value>(row.q + static_cast<int64_t>(r) * steps, steps, tile.keys, scores_of(r));
-        ahead.step();
-    });
-    alignas(64) float m_new[kRowBlock + 8], alpha[kRowBlock + 8];
+    tile.key_form->score(*tile.keys, tile.packed_keys, shape.keys.dim, end - begin,
+                         row.q + begin * tile.key_form->q_bytes(shape.keys.dim), row.masks + begin, tile.scores, ahead);
+    alignas(64) float m_new[kRowBlock + 8], alpha[kRowBlock + 8], c[kRowBlock];
     for (int r = begin; r < end; ++r) {
-        m_new[r - begin] = row.m[r];
+        const int i = r - begin;
+        m_new[i] = row.m[r];
+        c[i] = cap > 0.0f ? kLog2e : shape.params.scale * kLog2e * row.q_unit[r];
         if (row.masks[r] == 0) continue;
-        if (cap > 0.0f) cap_scores(scores_of(r), shape.params.scale, cap);
-        m_new[r - begin] = mask_and_max(scores_of(r), row.masks[r], c, row.m[r]);
+        if (cap > 0.0f) cap_scores(scores_of(r), shape.params.scale * row.q_unit[r], cap);
+        m_new[i] = mask_and_max(scores_of(r), row.masks[r], c[i], row.m[r]);
     }
     ahead.step();
     for (int i = 0; i < end - begin; i += 16) {
@@ -172,7 +126,7 @@ static void attend_rows(const AttendShape& shape, const TileBuffers& tile, const
     }
     for (int r = begin; r < end; ++r) {
         if (row.masks[r] == 0) continue;
-        const float sum = exponentiate<S>(scores_of(r), c, m_new[r - begin]);
+        const float sum = tile.value_form->exponentiate(scores_of(r), c[r - begin], m_new[r - begin]);
         row.l[r] = fma_scalar(row.l[r], alpha[r - begin], sum);
         row.m[r] = m_new[r - begin];
         if (r % 4 == 0) ahead.step();
@@ -181,12 +135,8 @@ static void attend_rows(const AttendShape& shape, const TileBuffers& tile, const
         int n = 1;
         while (r + n < end && row.masks[r + n] == row.masks[r]) ++n;
         if (row.masks[r] != 0) {
-            in_row_tiles(n, [&](auto rows, int i) {
-                i += r;
-                value_rows<S, rows.value>(scores_of(i), tile.values, padded, alpha + (i - begin), row.masks[i],
-                                          row.acc + static_cast<int64_t>(i) * padded);
-                ahead.step();
-            });
+            tile.value_form->weigh(*tile.values, tile.packed_values, shape.values.dim, n, scores_of(r), row.masks[r],
+                                   alpha + (r - begin), row.acc + static_cast<int64_t>(r) * padded, ahead);
         }
         r += n;
     }

@@ -6,7 +6,7 @@
 namespace kvern {
 
 enum class ElementType : int { F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K };
-enum class StreamType : int { FP32, FP16, BF16 };
+enum class StreamType : int { FP32, FP16, BF16, INT8 };
 enum class Arithmetic : int { INT8, BF16, FP32 };
 enum class Activation : int { SILU, GELU, GELU_TANH };
 
@@ -49,6 +49,15 @@ struct StreamView {
     int num_heads;
     int block_size;
     int dim;
+    // Of narrow streams only: float32 scales [num_heads, block_size] from here on in a page; the open blocks,
+    // bf16 [num_heads, block_size, dim] per seat; and the step's rows, bf16 [tokens, num_heads, dim].
+    int64_t scale_offset;
+    uint8_t* open_pages;
+    int64_t open_page_bytes, open_offset, num_seats;
+    uint8_t* open_rows;
+    int64_t max_rows;
+
+    bool is_narrow() const { return open_pages != nullptr; }
 };
 
 struct AttendParams {
@@ -72,6 +81,8 @@ struct AttendPlace {
 // Rows are (KV head, token, head of its group), in this order.
 struct AttendItem {
     const int32_t* block_table;
+    // Of the sequence, for narrow streams: its seat, and the position and row of its first token in the step.
+    int64_t seat, chunk_position, chunk_row;
     bool sees_all;           // the tokens, of several sequences, all see every key of these units
     int64_t first_position;  // of the first token, when not sees_all
     int64_t first_token;     // tokens are consecutive, unless places say which
@@ -80,7 +91,8 @@ struct AttendItem {
     int num_heads;           // query heads per token and KV head
     int first_kv_head, num_kv_heads;
     int64_t unit_begin, unit_end;
-    int64_t unit_limit;      // units of the same keys go on to here: what may be asked for ahead
+    int64_t unit_limit;      // units of the same keys go on to here: what may be asked for ahead; of narrow
+                             // streams the last is the open block
     const float* q;          // token t, head h: q + t * q_token_stride + h * key_dim
     int64_t q_token_stride;
     float* out;              // token t, head h: out + t * out_token_stride + h * value_dim
@@ -96,6 +108,8 @@ struct AttendShape {
     StreamView keys, values;
     AttendParams params;
     int value_dim_padded;  // to whole vectors
+
+    bool is_narrow() const { return keys.is_narrow() || values.is_narrow(); }
 };
 
 // The operations of one kernel path. All of them work on plain row ranges: threads, tiles and
