@@ -12,6 +12,7 @@ from tests.models import harness
 from tests.models.cases import CASES
 from tests.models.harness import SavedModels, backend_of, check_exactness, decoder_of
 
+from kvern.kernels.family_protocol import ExpertParts
 from kvern.kernels.protocol import AttendBatch
 from kvern.models.decoder import Decoder
 from kvern.models.recurrent import DeltaNet
@@ -58,8 +59,9 @@ def forgetful_state(decoder: Decoder, patch: pytest.MonkeyPatch) -> None:
 
 def swapped_experts(decoder: Decoder, patch: pytest.MonkeyPatch) -> None:
     for layer in decoder.layers:
-        weights: Any = layer.feed_forward
-        weights.weights.experts = weights.weights.experts[::-1]
+        part: Any = layer.feed_forward
+        parts: ExpertParts = part.weights.experts
+        part.weights.experts = replace(parts, gate_up=parts.gate_up[::-1], down=parts.down[::-1])
 
 
 FAULTS: list[tuple[str, Plant]] = [

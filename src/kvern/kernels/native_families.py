@@ -33,13 +33,9 @@ def _place(place: StatePlace) -> tuple[Any, int, int, int]:
 
 
 def _rows(batch: AttendBatch) -> tuple[Any, ...]:
-    return (
-        batch.cu_seqlens_q,
-        batch.seq_lens,
-        batch.block_tables,
-        batch.positions,
-        batch.slot_mapping,
-    )
+    from kvern.kernels.native import _batch  # which imports this module
+
+    return _batch(batch)
 
 
 def _heads(x: F32) -> F32:

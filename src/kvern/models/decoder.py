@@ -152,7 +152,7 @@ class Decoder:
         num_positions = int(batches[0].positions.max()) + 1
         inputs = None
         if self.per_layer is not None:
-            inputs = self.per_layer.prepare(self.backend, token_ids, hidden)
+            inputs = self.per_layer.prepare(self.backend, token_ids, buffers)
         if self.streams is not None:
             assert inputs is not None
             products = self._stream_layers(self.streams, inputs, buffers, batches, cache, trace)
@@ -167,7 +167,7 @@ class Decoder:
             )
             products += run_layer(layer, buffers, step)
             if self.per_layer is not None and inputs is not None:
-                self.per_layer.add(self.backend, index, inputs, hidden)
+                self.per_layer.add(self.backend, index, inputs, buffers)
             if layer.scale is not None:
                 self.backend.scale(hidden, float(layer.scale))
             if trace is not None:
@@ -254,7 +254,7 @@ class Decoder:
             self._add(layer.post_mlp_norm, buffers)
             current = streams.correct(backend, index, predicted, hidden)
             gate = current[0] * streams.layers[index].scale
-            added = self.per_layer.gated(backend, index, inputs, gate)
+            added = self.per_layer.gated(backend, index, inputs, gate, buffers)
             for stream in current[1:]:
                 stream += added
             if trace is not None:

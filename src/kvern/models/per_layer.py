@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvern.kernels.protocol import Backend, Weight
 from kvern.models.loader import Loader
+from kvern.models.workspace import StepBuffers
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -31,31 +32,37 @@ class PerLayerInputs:
     eps: float
     activation: str
 
-    def prepare(self, backend: Backend, token_ids: I32, hidden: F32) -> F32:
-        """Every layer's input, ``[T, layers, size]``, from the embedded tokens ``[T, hidden]``."""
-        size, shape = len(self.projection_norm), (len(hidden), self.projection.rows)
-        own, projected = np.empty(shape, np.float32), np.empty(shape, np.float32)
-        known = np.where(token_ids < self.embedding.rows, token_ids, np.int32(0))
+    def prepare(self, backend: Backend, token_ids: I32, buffers: StepBuffers) -> F32:
+        """Every layer's input, ``[T, layers, size]``, from the embedded tokens in ``buffers.hidden``."""
+        size = len(self.projection_norm)
+        own, both = buffers.extra["per_layer_own"], buffers.extra["per_layer"]
+        known = token_ids
+        if int(token_ids.max()) >= self.embedding.rows:
+            known = np.where(token_ids < self.embedding.rows, token_ids, np.int32(0))
         backend.embed(self.embedding, known, own)
-        own *= np.float32(size**0.5)
-        backend.matmul(hidden, self.projection, projected)
-        projected *= np.float32(hidden.shape[1] ** -0.5)
-        normed = np.empty(shape, np.float32).reshape(-1, size)
-        backend.rms_norm(projected.reshape(-1, size), self.projection_norm, self.eps, normed)
-        both: F32 = (normed.reshape(shape) + own) * np.float32(2**-0.5)
-        return both.reshape(len(hidden), -1, size)
+        backend.scale(own, size**0.5)
+        backend.matmul(buffers.hidden, self.projection, both)
+        backend.scale(both, buffers.hidden.shape[1] ** -0.5)
+        inputs = both.reshape(len(both), -1, size)
+        backend.norm(inputs, self.projection_norm, None, self.eps, False, inputs)
+        backend.add(both, own)
+        backend.scale(both, 2**-0.5)
+        return inputs
 
-    def add(self, backend: Backend, layer: int, inputs: F32, hidden: F32) -> None:
-        """Add a layer's input to its result ``hidden [T, hidden]``."""
-        backend.add(hidden, self.gated(backend, layer, inputs, hidden))
+    def add(self, backend: Backend, layer: int, inputs: F32, buffers: StepBuffers) -> None:
+        """Add a layer's input to its result ``buffers.hidden``."""
+        backend.add(buffers.hidden, self.gated(backend, layer, inputs, buffers.hidden, buffers))
 
-    def gated(self, backend: Backend, layer: int, inputs: F32, x: F32) -> F32:
+    def gated(self, backend: Backend, layer: int, inputs: F32, x: F32, buffers: StepBuffers) -> F32:
         """A layer's input, gated by ``x [T, hidden]``, projected up and normed."""
-        num_tokens, _, size = inputs.shape
-        gate = np.empty((num_tokens, size), np.float32)
+        extra = buffers.extra
+        gate, out, normed = (
+            extra["per_layer_gate"],
+            extra["per_layer_out"],
+            extra["per_layer_normed"],
+        )
         backend.matmul(x, self.gates[layer], gate)
         backend.gate(gate, self.activation, inputs[:, layer], gate)
-        out, normed = np.empty_like(x), np.empty_like(x)
         backend.matmul(gate, self.outputs[layer], out)
         backend.rms_norm(out, self.output_norms[layer], self.eps, normed)
         return normed

@@ -88,6 +88,9 @@ _FREE_FIELDS = (
     "logit_softcap",
     "num_learned_positions",
     "position_offset",
+    "per_layer_size",
+    "per_layer_vocab_size",
+    "per_layer_activation",
     "has_layer_scale",
     "qkv_bias",
     "output_bias",
@@ -99,7 +102,7 @@ _FREE_FIELDS = (
 def is_repeatable(config: DecoderConfig) -> bool:
     """Whether a decoder does everything between embedding and final norm by backend operations.
 
-    What numpy adds (an embedding per layer, parallel streams, gates cut to sparsity) is not recorded. So every
+    What numpy adds (parallel streams, gates cut to sparsity) is not recorded. So every
     field that is not known to be harmless must have its default, those of later families included.
     """
     plain_layer, plain = LayerConfig(), DecoderConfig(1, 1, 1, 1.0, (), False)

@@ -49,13 +49,14 @@ class LayerBuffers:
 
 @dataclass(frozen=True, slots=True)
 class StepBuffers:
-    """All views for steps of T tokens; all but `layers` are ``[T, hidden_size]``."""
+    """All views for steps of T tokens; all but `layers` and `extra` are ``[T, hidden_size]``."""
 
     hidden: F32
     normed: F32
     delta: F32
     second_delta: F32
     layers: Sequence[LayerBuffers]
+    extra: Mapping[str, F32]
 
 
 class Program(Protocol):
@@ -93,6 +94,7 @@ class Workspace:
         self.recorded = Recorded()
         self._layers = config.layers
         self._hidden_size = config.hidden_size
+        self._extra = _per_layer_widths(config)
         self._flat = {
             name: np.empty(max_tokens * width, np.float32) for name, width in self._widths().items()
         }
@@ -107,6 +109,7 @@ class Workspace:
             "gate_up": max(2 * layer.intermediate_size for layer in layers),
             "activated": max(layer.intermediate_size for layer in layers),
         }
+        widths |= self._extra
         for layer in set(layers):
             for name, width in extra_widths(layer, self._hidden_size).items():
                 widths[name] = max(widths.get(name, 0), width)
@@ -131,7 +134,8 @@ class Workspace:
         for layer in set(self._layers):
             made[layer] = self._layer_views(num_tokens, layer)
         hidden = {name: self._view(name, num_tokens, self._hidden_size) for name in HIDDEN_BUFFERS}
-        return StepBuffers(**hidden, layers=[made[layer] for layer in self._layers])
+        extra = {name: self._view(name, num_tokens, width) for name, width in self._extra.items()}
+        return StepBuffers(**hidden, layers=[made[layer] for layer in self._layers], extra=extra)
 
     def _view(self, name: str, num_tokens: int, width: int) -> F32:
         return self._flat[name][: num_tokens * width].reshape(num_tokens, width)
@@ -162,6 +166,16 @@ class Workspace:
             activated=self._view("activated", num_tokens, layer.intermediate_size),
             extra=extra,
         )
+
+
+def _per_layer_widths(config: DecoderConfig) -> dict[str, int]:
+    """Columns of the buffers for an embedding per layer."""
+    size, hidden = config.per_layer_size, config.hidden_size
+    if not size:
+        return {}
+    every = size * len(config.layers)
+    widths = {"per_layer_own": every, "per_layer": every, "per_layer_gate": size}
+    return widths | {"per_layer_out": hidden, "per_layer_normed": hidden}
 
 
 def qkv_width(layer: LayerConfig) -> int:
