@@ -16,6 +16,7 @@ from kvern.models.caches import require_same_caches
 from kvern.models.config import DecoderConfig
 from kvern.models.families import family_of
 from kvern.spec.configs import load_model_spec
+from kvern.spec.configs.absent import ABSENT_FIELDS
 
 Config = dict[str, Any]
 FIELDS = (
@@ -86,6 +87,32 @@ def test_an_absent_field_has_transformers_default(saved: SavedModels, family: st
     if rope is not None and family != "gpt-oss" and "yarn" not in rope.values():
         absent = {name: value for name, value in config.items() if name != "rope_parameters"}
         assert described(absent) == described({**config, "rope_parameters": rope})
+
+
+@pytest.mark.parametrize("model_type", sorted(ABSENT_FIELDS))
+def test_the_table_of_absent_fields_is_that_of_transformers(model_type: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    default = transformers.CONFIG_MAPPING[model_type]().to_dict()
+    assert {name: default[name] for name in ABSENT_FIELDS[model_type]} == ABSENT_FIELDS[model_type]
+
+
+@pytest.mark.parametrize("family", ["mistral", "ministral"])
+def test_a_window_that_is_left_out_is_4096_and_null_is_none(
+    saved: SavedModels, family: str
+) -> None:
+    case = next(case for case in CASES if case.family == family)
+    config = json.loads((saved(case).folder / "config.json").read_text())
+    for drop in ((), ("layer_types",)):
+        rest = {name: value for name, value in config.items() if name not in drop}
+        absent = {name: value for name, value in rest.items() if name != "sliding_window"}
+        for variant in (absent, {**rest, "sliding_window": 4096}, {**rest, "sliding_window": None}):
+            is_none = "sliding_window" in variant and variant["sliding_window"] is None
+            if is_none and "layer_types" in variant:
+                continue
+            decoder = described(variant)
+            require_same_caches(decoder, load_model_spec(variant))
+            windows = {layer.window for layer in decoder.layers} - {None}
+            assert windows == (set() if is_none else {4096})
 
 
 def test_the_text_part_of_gemma_3_states_only_what_differs() -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.spec.test_configs import LLAMA
 
 from kvern.cli.main import main
+from kvern.spec.configs import load_model_spec
 
 HYBRID = LLAMA | {
     "model_type": "gemma3_text",
@@ -80,6 +81,30 @@ def test_table_folds_equal_layers(config: Path, capsys) -> None:
     assert "3,072 B in bf16; 512 B once windows and chunks are full" in out
     assert "(the model's own limit is 2,048 tokens)" in out
     assert "pages of 8,192 B" in out
+
+
+def test_layers_beside_the_decoder_and_parameters_in_words(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "config.json"
+
+    def printed(**changes: object) -> str:
+        path.write_text(json.dumps(LLAMA | changes))
+        assert main(["inspect", str(tmp_path)]) == 0
+        return capsys.readouterr().out
+
+    plain = printed()
+    assert "multi-token-prediction" not in plain
+    assert f"parameters          {load_model_spec(LLAMA).parameters.total:,}\n" in plain
+    assert "beside these: 2 multi-token-prediction layers (full_attention), 256 B" in printed(
+        num_nextn_predict_layers=2
+    )
+    assert "not counted: the configuration does not state intermediate_size" in printed(
+        intermediate_size=None
+    )
+    uncounted = printed(model_type="stablelm")
+    assert "not counted: kvern does not know how the weights of stablelm are laid out" in uncounted
+    document = run_json(capsys, str(tmp_path))
+    assert document["num_parameters"] is None
+    assert "stablelm" in document["num_parameters_missing"]
 
 
 def test_default_model(smollm2_path: Path, capsys) -> None:

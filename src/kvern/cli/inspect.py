@@ -151,6 +151,7 @@ def _document(
         "kv_bytes": bytes_for_context(model, context, batch),
         "num_mtp_layers": len(model.mtp_layers),
         "num_parameters": model.parameters.total if model.parameters else None,
+        "num_parameters_missing": None if model.parameters else _uncounted_reason(model),
     }
     if groups:
         document["groups"] = [_group_document(group) for group in groups]
@@ -216,6 +217,7 @@ def _lines(
     header = ("layers", "", "content", "reach", "heads", "key", "value", "B/token", "fixed B")
     lines += _table([header, *_folded_rows(model.layers)])
     growing = model.kv_growing_bytes_per_token
+    lines += _mtp_lines(model)
     lines += ["", f"a token adds        {model.kv_bytes_per_token:,} B in {kv_format}"]
     if growing != model.kv_bytes_per_token:
         lines[-1] += f"; {growing:,} B once windows and chunks are full"
@@ -224,6 +226,7 @@ def _lines(
         lines.append(f"a sequence adds     {fixed} whatever its length")
     total = bytes_for_context(model, context, batch)
     lines.append(f"{context:,} tokens × {batch}: {total:,} B ({format_size(total)})")
+    lines.append(_parameters_line(model))
     order = model.details.get("layer_order")
     if order:
         lines.append(f"(the order of the layers is {order})")
@@ -240,6 +243,38 @@ def _lines(
                 f"{_row_bytes(model, groups):,} B for every token of a step"
             )
     return lines
+
+
+def _mtp_lines(model: ModelSpec) -> list[str]:
+    """Multi-token-prediction layers, which stand beside the decoder's own and in none of the sums."""
+    number = len(model.mtp_layers)
+    if number == 0:
+        return []
+    per_token = sum(layer.bytes_per_token for layer in model.mtp_layers)
+    kinds = ", ".join(dict.fromkeys(layer.kind for layer in model.mtp_layers))
+    return [
+        "",
+        f"beside these: {number} multi-token-prediction layer{'s' if number > 1 else ''} ({kinds}), "
+        f"{per_token:,} B for each token where they are used; not in the sums below",
+    ]
+
+
+def _parameters_line(model: ModelSpec) -> str:
+    """How many weights the model has, or why that cannot be said."""
+    counts = model.parameters
+    if counts is not None:
+        active = (
+            "" if counts.active_layers == counts.layers else f"; {counts.active:,} for one token"
+        )
+        return f"parameters          {counts.total:,}{active}"
+    return f"parameters          not counted: {_uncounted_reason(model)}"
+
+
+def _uncounted_reason(model: ModelSpec) -> str:
+    """Which field is missing, or that the family's widths are not known."""
+    if model.missing_fields:
+        return f"the configuration does not state {', '.join(model.missing_fields)}"
+    return f"kvern does not know how the weights of {model.family} are laid out"
 
 
 def _folded_rows(layers: Sequence[LayerSpec]) -> list[tuple[str, ...]]:

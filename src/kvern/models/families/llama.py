@@ -18,6 +18,7 @@ from kvern.models.families.common import (
 )
 from kvern.models.families.mixtral import describe as describe_experts
 from kvern.models.names import GGUF_NAMES, HF_NAMES
+from kvern.spec.configs.absent import with_absent_fields
 
 KINDS = ("full_attention", "sliding_attention")
 
@@ -29,6 +30,7 @@ def describe(config: Config) -> DecoderConfig:
         ModelError: a field is missing or not a number.
         UnsupportedModelError: an activation or layer kind that the decoder does not compute.
     """
+    config = with_absent_fields(config)
     count = integer(config, "num_hidden_layers")
     window = config.get("sliding_window")
     if window is None or not flag(config, "use_sliding_window", True):

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvern.errors import UnsupportedModelError
+from kvern.spec.configs.absent import with_absent_fields
 from kvern.spec.configs.dense import DENSE_FAMILIES
 from kvern.spec.configs.family import Family
 from kvern.spec.configs.hybrid import HYBRID_FAMILIES
@@ -97,7 +98,7 @@ def describe(values: Mapping[str, Any], name: str) -> ModelSpec:
         )
     if is_nested:
         config = Config({**family.nested_defaults, **config.values}, name)
-    config = family.translate(config)
+    config = family.translate(Config(with_absent_fields(config.values), name))
     layers = family.layers(config)
     parameters, counted, missing = _count_parameters(config, family, layers)
     has_heads = config.get("num_attention_heads") is not None

@@ -159,6 +159,8 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         values["vocab_size"] = len(header.metadata["tokenizer.ggml.tokens"])
     if values.get("sliding_window") == 0:
         del values["sliding_window"]
+    if arch == "mistral3":  # such a file states a window where there is one
+        values.setdefault("sliding_window", None)
     if values.get("num_experts") == 0:
         del values["num_experts"]
     if header.metadata.get(f"{arch}.attention.causal") is False:
