@@ -30,6 +30,18 @@ struct AttendPlan::Sequence {
     int64_t unit_end() const { return (first_position + tokens - 1) / kUnit + 1; }
 };
 
+// Tokens of a sequence that go into one piece.
+int64_t AttendPlan::tokens_at_once() const {
+    const int group = key.num_heads / key.num_kv_heads;
+    return std::max(1, kPreferredRows / std::min(group, kMaxItemRows));
+}
+
+// Units of the piece that begins with the sequence's token `i`, from position 0 on.
+int64_t AttendPlan::units_of_piece(const Sequence& s, int64_t i) const {
+    const int64_t n = std::min(tokens_at_once(), s.tokens - i);
+    return (s.first_position + i + n - 1) / kUnit + 1 + (key.is_narrow ? 1 : 0);
+}
+
 AttendPlan::AttendPlan(const StepBatch& batch, const PlanKey& plan_key, int threads) : key(plan_key) {
     std::vector<Sequence> sequences;
     int64_t units = 0;
@@ -52,17 +64,16 @@ AttendPlan::AttendPlan(const StepBatch& batch, const PlanKey& plan_key, int thre
 void AttendPlan::add_own_pieces(const Sequence& s, bool heads_together) {
     const int group = key.num_heads / key.num_kv_heads;
     const int heads_at_once = std::min(group, kMaxItemRows);
-    const int tokens_at_once = std::max(1, kPreferredRows / heads_at_once);
     const int kv_at_once = heads_together && s.tokens * key.num_heads <= kMaxItemRows ? key.num_kv_heads : 1;
-    for (int64_t i = 0; i < s.tokens; i += tokens_at_once) {
-        const int n = static_cast<int>(std::min<int64_t>(tokens_at_once, s.tokens - i));
+    for (int64_t i = 0; i < s.tokens; i += tokens_at_once()) {
+        const int n = static_cast<int>(std::min(tokens_at_once(), s.tokens - i));
         const int64_t position = s.first_position + i;
         const int64_t begin = std::max(s.shared_units, first_unit(key, position));
         for (int h = 0; h < key.num_kv_heads; h += kv_at_once) {
             for (int g = 0; g < group; g += heads_at_once) {
-                pieces.push_back({s.seq, false, position, s.first_token + i, n, h * group + g,
-                                  std::min(heads_at_once, group - g), h, kv_at_once, begin,
-                                  (position + n - 1) / kUnit + 1, -1});
+                pieces.push_back({s.seq, s.first_token, false, position, s.first_token + i, n, h * group + g,
+                                  std::min(heads_at_once, group - g), h, kv_at_once, begin, units_of_piece(s, i),
+                                  -1});
             }
         }
     }
@@ -105,7 +116,9 @@ void AttendPlan::share_from(const StepBatch& b, std::vector<Sequence*> together,
     for (;; ++unit) {
         classes.clear();
         for (Sequence* s : together) {
-            if ((unit + 1) * kUnit <= s->first_position) classes[unit_blocks(*s, unit)].push_back(s);
+            // Of narrow streams a query reads blocks before its own as they are stored.
+            const int64_t end = key.is_narrow ? s->first_position / key.block_size * key.block_size : s->first_position;
+            if ((unit + 1) * kUnit <= end) classes[unit_blocks(*s, unit)].push_back(s);
         }
         if (classes.size() != 1 || classes.begin()->second.size() != together.size()) break;
     }
@@ -121,18 +134,20 @@ void AttendPlan::share_from(const StepBatch& b, std::vector<Sequence*> together,
 void AttendPlan::add_shared_pieces(const std::vector<Sequence*>& sharers, int64_t unit_begin, int64_t unit_end) {
     const int group = key.num_heads / key.num_kv_heads;
     const int heads_at_once = std::min(group, kMaxItemRows);
-    const size_t tokens_at_once = static_cast<size_t>(std::max(1, kPreferredRows / heads_at_once));
+    const auto at_once = static_cast<size_t>(tokens_at_once());
     std::vector<std::pair<int64_t, int64_t>> tokens;  // token, units of its whole context
     for (const Sequence* s : sharers) {
-        for (int64_t i = 0; i < s->tokens; ++i) tokens.emplace_back(s->first_token + i, s->unit_end());
+        for (int64_t i = 0; i < s->tokens; ++i) {
+            tokens.emplace_back(s->first_token + i, units_of_piece(*s, i / tokens_at_once() * tokens_at_once()));
+        }
     }
-    for (size_t i = 0; i < tokens.size(); i += tokens_at_once) {
-        const size_t n = std::min(tokens_at_once, tokens.size() - i);
+    for (size_t i = 0; i < tokens.size(); i += at_once) {
+        const size_t n = std::min(at_once, tokens.size() - i);
         const auto first_place = static_cast<int64_t>(places.size());
         for (size_t t = i; t < i + n; ++t) place_token(tokens[t].first, 0, tokens[t].second);
         for (int h = 0; h < key.num_kv_heads; ++h) {
             for (int g = 0; g < group; g += heads_at_once) {
-                pieces.push_back({sharers.front()->seq, true, 0, 0, static_cast<int>(n), h * group + g,
+                pieces.push_back({sharers.front()->seq, 0, true, 0, 0, static_cast<int>(n), h * group + g,
                                   std::min(heads_at_once, group - g), h, 1, unit_begin, unit_end, first_place});
             }
         }

@@ -14,11 +14,12 @@ struct StepBatch;
 // What a plan depends on beside the step's batch.
 struct PlanKey {
     int group, num_heads, num_kv_heads, block_size, padded;
+    bool is_narrow;  // a query's own block is one more unit, after all others
     int64_t window, chunk, num_sinks;
 
     bool operator==(const PlanKey& o) const {
         return group == o.group && num_heads == o.num_heads && num_kv_heads == o.num_kv_heads &&
-               block_size == o.block_size && padded == o.padded && window == o.window && chunk == o.chunk &&
+               block_size == o.block_size && padded == o.padded && is_narrow == o.is_narrow && window == o.window && chunk == o.chunk &&
                num_sinks == o.num_sinks;
     }
 };
@@ -26,6 +27,7 @@ struct PlanKey {
 // Tokens that walk the same keys together.
 struct Piece {
     int64_t seq;             // whose block table is read
+    int64_t sequence_token;  // its first token in the step
     bool sees_all;           // a prefix that several sequences share
     int64_t first_position;
     int64_t first_token;
@@ -69,6 +71,8 @@ private:
     bool is_placed(int64_t token) const { return place_of_token_[static_cast<size_t>(token)].units > 0; }
     void split_for(int threads);
     void list_tasks();
+    int64_t tokens_at_once() const;
+    int64_t units_of_piece(const Sequence& s, int64_t i) const;
 
     std::vector<AttendPlace> place_of_token_;  // no units: none
 };

@@ -96,11 +96,11 @@ inline void check_positions(const int32_t* positions, int64_t tokens, int64_t ta
     }
 }
 
-// (cu_seqlens_q, seq_lens, block_tables, positions, slot_mapping)
-using BatchTuple = std::tuple<Ints, Ints, Ints, Ints, Longs>;
+// (cu_seqlens_q, seq_lens, block_tables, positions, slot_mapping, seats)
+using BatchTuple = std::tuple<Ints, Ints, Ints, Ints, Longs, std::optional<Ints>>;
 
 inline StepBatch step_batch(const BatchTuple& t, int64_t tokens, int64_t block_size) {
-    const auto& [cu_seqlens, seq_lens, tables, positions, slots] = t;
+    const auto& [cu_seqlens, seq_lens, tables, positions, slots, seats] = t;
     require(cu_seqlens, "cu_seqlens_q", 1);
     require(seq_lens, "seq_lens", 1);
     require(tables, "block_tables", 2, true);
@@ -121,7 +121,12 @@ inline StepBatch step_batch(const BatchTuple& t, int64_t tokens, int64_t block_s
         fail("cu_seqlens_q runs from ", cu_seqlens.data()[0], " to ", cu_seqlens.data()[num_seqs],
              ", expected 0 to ", tokens);
     }
-    return {cu_seqlens.data(), seq_lens.data(), num_seqs, tables.data(), tables.stride(0), positions.data(), slots.data()};
+    if (seats) {
+        require(*seats, "seats", 1);
+        require_size(*seats, "seats", 0, num_seqs);
+    }
+    return {cu_seqlens.data(), seq_lens.data(),  num_seqs,     tables.data(),
+            tables.stride(0),  positions.data(), slots.data(), seats ? seats->data() : nullptr};
 }
 
 // Every sequence with rows must name valid pages for the whole of a state's tensor.

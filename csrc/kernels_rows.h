@@ -122,6 +122,64 @@ static void append(const float* x, int64_t token_stride, StreamView stream, cons
     }
 }
 
+// One bf16 vector to int8 codes; the definition is kvern.store.codecs'.
+static float seal_int8(const uint8_t* from, int dim, uint8_t* to) {
+    constexpr int kMost = 16;
+    uint8_t rest[2 * kMost] = {};
+    const int whole = dim / kMost * kMost;
+    std::memcpy(rest, from + 2 * whole, static_cast<size_t>(2 * (dim - whole)));
+    auto load = [&](int d) { return f_load_bf16(d < whole ? from + 2 * d : rest); };
+    F top = f_zero(), odd = f_zero();
+    for (int d = 0; d < dim; d += kMost) {
+        const F x = load(d);
+        top = f_max(top, f_abs(x));
+        odd = f_add(odd, f_sub(x, x));
+    }
+    const float largest = f_hmax(top);
+    const bool is_finite = f_sum(odd) == 0.0f;
+    if (!is_finite || largest < 7.888609052210118e-31f) {  // 2^-100
+        std::memset(to, 0, static_cast<size_t>(dim));
+        return is_finite ? 0.0f : __builtin_nanf("");
+    }
+    const F inverse = f_set1(127.0f / largest);
+    for (int d = 0; d < dim; d += kMost) {
+        const F x = f_min(f_max(f_round(f_mul(load(d), inverse)), f_set1(-127.0f)), f_set1(127.0f));
+        int8_t codes[kMost];
+        store_i8(codes, i_from_f(x));
+        std::memcpy(to + d, codes, static_cast<size_t>(dim - d < kMost ? dim - d : kMost));
+    }
+    return largest / 127.0f;
+}
+
+// A row's scales and codes depend on that row alone, so whoever has it seals it; the sequence's first row
+// seals what the open page holds of its block too. Nothing that is read is written.
+static void append_narrow(const float* x, int64_t token_stride, const StreamView& s, const kvern::NarrowRows& rows) {
+    const int64_t size = s.block_size, row_bytes = 2 * static_cast<int64_t>(s.dim);
+    uint8_t* open = s.open_pages + rows.seat * s.open_page_bytes + s.open_offset;
+    auto seal = [&](const uint8_t* from, int head, int64_t position) {
+        uint8_t* page = const_cast<uint8_t*>(s.pages) + rows.block_table[position / size] * s.page_bytes;
+        const int64_t at = head * size + position % size;
+        const float scale = seal_int8(from, s.dim, page + s.offset + at * s.dim);
+        std::memcpy(page + s.scale_offset + 4 * at, &scale, 4);
+    };
+    for (int64_t row = rows.row_begin; row < rows.row_end; ++row) {
+        const int64_t position = rows.position + row - rows.row_begin;
+        const int64_t block = position / size * size;
+        const bool is_sealed = block + size <= rows.seq_len;
+        for (int h = 0; h < s.num_heads; ++h) {
+            uint8_t* to = s.open_rows + (row * s.num_heads + h) * row_bytes;
+            store_row(x + row * token_stride + static_cast<int64_t>(h) * s.dim, StreamType::BF16, to, s.dim);
+            if (is_sealed) {
+                seal(to, h, position);
+            } else {
+                std::memcpy(open + (h * size + position % size) * row_bytes, to, static_cast<size_t>(row_bytes));
+            }
+            if (position != rows.chunk_position || !is_sealed) continue;
+            for (int64_t p = block; p < position; ++p) seal(open + (h * size + p % size) * row_bytes, h, p);
+        }
+    }
+}
+
 static inline F activate(F g, Activation kind) {
     if (kind == Activation::SILU) {
         return f_div(g, f_add(f_set1(1.0f), f_exp(f_sub(f_zero(), g))));

@@ -92,19 +92,54 @@ void rotary(Handle& h, FloatsOut x, Ints positions, Floats cos, Floats sin, bool
     run(h, std::move(op), tokens, nullptr, &batch);
 }
 
-// (pages, offset, dtype index, num_heads, block_size, dim)
-using StreamTuple = std::tuple<Array<uint8_t>, int64_t, int, int, int, int>;
+// (pages, offset, rows) of a narrow stream's open blocks
+using OpenTuple = std::tuple<Array<uint8_t>, int64_t, Array<uint8_t>>;
+// (pages, offset, dtype index, num_heads, block_size, dim, scale offset, open blocks)
+using StreamTuple = std::tuple<Array<uint8_t>, int64_t, int, int, int, int, int64_t, std::optional<OpenTuple>>;
+
+void add_open_form(StreamView& s, const OpenTuple& t, const char* name) {
+    const auto& [pages, offset, rows] = t;
+    require(pages, "open pages", 2);
+    require(rows, "row buffer", 3);
+    const int64_t count = static_cast<int64_t>(s.num_heads) * s.block_size;
+    s.open_pages = pages.data();
+    s.open_page_bytes = static_cast<int64_t>(pages.shape(1));
+    s.open_offset = offset;
+    s.num_seats = static_cast<int64_t>(pages.shape(0));
+    s.open_rows = rows.data();
+    s.max_rows = static_cast<int64_t>(rows.shape(0));
+    require_size(rows, "row buffer", 1, s.num_heads);
+    require_size(rows, "row buffer", 2, 2 * static_cast<int64_t>(s.dim));
+    if (offset < 0 || offset + count * s.dim * 2 > s.open_page_bytes) {
+        fail("open ", name, " of ", count * s.dim * 2, " bytes at offset ", offset, " do not fit into pages of ",
+             s.open_page_bytes);
+    }
+    if (s.scale_offset < 0 || s.scale_offset + count * 4 > s.page_bytes) {
+        fail("scales of ", name, " of ", count * 4, " bytes at offset ", s.scale_offset, " do not fit into pages of ",
+             s.page_bytes);
+    }
+}
 
 StreamView stream_view(const StreamTuple& t, const char* name) {
-    const auto& [pages, offset, type, heads, block_size, dim] = t;
+    const auto& [pages, offset, type, heads, block_size, dim, scale_offset, open] = t;
     require(pages, name, 2);
-    StreamView s{pages.data(), static_cast<int64_t>(pages.shape(1)), static_cast<int64_t>(pages.shape(0)),
-                 offset, static_cast<StreamType>(type), heads, block_size, dim};
-    const int64_t width = s.type == StreamType::FP32 ? 4 : 2;
+    StreamView s{};
+    s.pages = pages.data();
+    s.page_bytes = static_cast<int64_t>(pages.shape(1));
+    s.num_blocks = static_cast<int64_t>(pages.shape(0));
+    s.offset = offset;
+    s.type = static_cast<StreamType>(type);
+    s.num_heads = heads;
+    s.block_size = block_size;
+    s.dim = dim;
+    s.scale_offset = scale_offset;
+    const int64_t width = s.type == StreamType::FP32 ? 4 : s.type == StreamType::INT8 ? 1 : 2;
     const int64_t bytes = static_cast<int64_t>(heads) * block_size * dim * width;
     if (heads < 1 || block_size < 1 || dim < 1 || offset < 0 || offset + bytes > s.page_bytes) {
         fail(name, " of ", bytes, " bytes at offset ", offset, " do not fit into pages of ", s.page_bytes);
     }
+    if ((s.type == StreamType::INT8) != open.has_value()) fail(name, ": int8, and only int8, has open blocks");
+    if (open) add_open_form(s, *open, name);
     return s;
 }
 
@@ -116,19 +151,52 @@ void check_slots(const int64_t* slots, int64_t tokens, int64_t block_size, int64
     }
 }
 
-void append(Handle& h, Floats x, const StreamTuple& stream, Longs slots) {
+// A narrow stream's seats and, with `is_append`, the blocks that are sealed.
+void check_narrow(const StepBatch& b, int64_t tokens, const Program::Slots& to, bool is_append) {
+    if (!b.seats) fail("narrow keys and values need seats");
+    if (tokens > to.max_rows) fail(tokens, " tokens, the row buffer holds ", to.max_rows);
+    for (int64_t s = 0; s < b.num_seqs; ++s) {
+        const int64_t end = b.seq_lens[s], begin = end - (b.cu_seqlens[s + 1] - b.cu_seqlens[s]);
+        if (begin == end) continue;
+        if (b.seats[s] < 0 || b.seats[s] >= to.num_seats) {
+            fail("seat ", b.seats[s], " is not one of ", to.num_seats);
+        }
+        if (!is_append) continue;
+        const int64_t size = to.block_size;
+        if (begin % size && end % size && begin / size != end / size) {
+            fail("positions ", begin, "..", end - 1, " begin inside a block of ", size,
+                 " tokens and end inside a later one: the open block would be overwritten while it is read");
+        }
+        for (int64_t i = begin / size; i < end / size; ++i) {
+            const int32_t block = b.block_tables[s * b.table_stride + i];
+            if (block < 1 || block >= to.num_blocks) fail("block ", block, " lies outside blocks 1 to ", to.num_blocks - 1);
+        }
+    }
+}
+
+Program::Slots slots_of(const StreamView& s) { return {0, s.block_size, s.num_blocks, s.num_seats, s.max_rows}; }
+
+void keep_stream(Handle& h, const StreamTuple& t) {
+    h.keep(std::get<0>(t));
+    if (const auto& open = std::get<7>(t)) h.keep(std::get<0>(*open), std::get<2>(*open));
+}
+
+void append(Handle& h, Floats x, const StreamTuple& stream, const BatchTuple& batch) {
     const StreamView s = stream_view(stream, "stream");
     require(x, "x", 3, true);
-    require(slots, "slot_mapping", 1);
     require_size(x, "x", 1, s.num_heads);
     require_size(x, "x", 2, s.dim);
     const auto tokens = static_cast<int64_t>(x.shape(0));
-    require_size(slots, "slot_mapping", 0, tokens);
-    check_slots(slots.data(), tokens, s.block_size, s.num_blocks);
-    h.keep(x, std::get<0>(stream));
-    StepBatch batch{};
-    batch.slots = slots.data();
-    run(h, std::make_unique<AppendOp>(x.data(), x.stride(0), s, 0), tokens, nullptr, &batch);
+    require_size(std::get<4>(batch), "slot_mapping", 0, tokens);
+    const StepBatch step = step_batch(batch, tokens, s.is_narrow() ? s.block_size : 0);
+    if (s.is_narrow()) {
+        check_narrow(step, tokens, slots_of(s), true);
+    } else {
+        check_slots(step.slots, tokens, s.block_size, s.num_blocks);
+    }
+    h.keep(x);
+    keep_stream(h, stream);
+    run(h, std::make_unique<AppendOp>(x.data(), x.stride(0), s, 0), tokens, nullptr, &step);
 }
 
 // (scale, window, chunk, num_sink_tokens, softcap); 0 means none
@@ -161,6 +229,9 @@ int64_t attend(Handle& h, Floats q, const StreamTuple& keys, const StreamTuple& 
     require_size(out, "out", 1, num_heads);
     require_size(out, "out", 2, shape.values.dim);
     const StepBatch step = step_batch(batch, tokens, shape.keys.block_size);
+    for (const StreamView* s : {&shape.keys, &shape.values}) {
+        if (s->is_narrow()) check_narrow(step, tokens, slots_of(*s), false);
+    }
     auto& p = shape.params;
     std::tie(p.scale, p.window, p.chunk, p.num_sinks, p.softcap) = params;
     if (!(p.scale > 0.0f)) fail("scale is ", p.scale, ", expected a positive number");
@@ -175,7 +246,9 @@ int64_t attend(Handle& h, Floats q, const StreamTuple& keys, const StreamTuple& 
     op->q_token_stride = q.stride(0);
     op->out = out.data();
     op->out_token_stride = out.stride(0);
-    h.keep(q, std::get<0>(keys), std::get<0>(values), out);
+    h.keep(q, out);
+    keep_stream(h, keys);
+    keep_stream(h, values);
     return refuse_bad_blocks(run(h, std::move(op), tokens, nullptr, &step));
 }
 
@@ -234,7 +307,12 @@ int64_t run_program(Handle& h, const Recorded& recorded, Ints ids, const std::ve
         check_positions(steps.back().positions, tokens, program.max_positions());
     }
     for (const auto& a : program.appended()) {
-        check_slots(steps[static_cast<size_t>(a.group)].slots, tokens, a.block_size, a.num_blocks);
+        const StepBatch& step = steps[static_cast<size_t>(a.group)];
+        if (a.num_seats > 0) {
+            check_narrow(step, tokens, a, true);
+        } else {
+            check_slots(step.slots, tokens, a.block_size, a.num_blocks);
+        }
     }
     for (const auto& s : program.states()) check_entries(batches[static_cast<size_t>(s.group)], s.place);
     nb::gil_scoped_release unlocked;
@@ -286,7 +364,7 @@ NB_MODULE(_native, m) {
         .def("rotary", &rotary, nb::arg("x").noconvert(), nb::arg("positions").noconvert(),
              nb::arg("cos").noconvert(), nb::arg("sin").noconvert(), nb::arg("interleaved"))
         .def("append", &append, nb::arg("x").noconvert(), nb::arg("stream").noconvert(),
-             nb::arg("slots").noconvert())
+             nb::arg("batch").noconvert())
         .def("attend", &attend, nb::arg("q").noconvert(), nb::arg("keys").noconvert(),
              nb::arg("values").noconvert(), nb::arg("batch").noconvert(), nb::arg("params"),
              nb::arg("sinks").none(), nb::arg("out").noconvert())

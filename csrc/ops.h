@@ -21,6 +21,7 @@ struct StepBatch {
     int64_t table_stride;
     const int32_t* positions;
     const int64_t* slots;
+    const int32_t* seats;  // null: no narrow streams
 };
 
 struct AttendPlan;
@@ -197,7 +198,7 @@ private:
     struct Input;
     Input input_of(const Step& step, const Worker& worker) const;
     void make_rows(const Step& step, int64_t begin, int64_t end, float* target, const Input& in) const;
-    void tiles(const Step& step, int64_t begin, int64_t end, const Input& in) const;
+    void tiles(const Step& step, int64_t begin, int64_t end, const Input& in, uint8_t* scratch) const;
 
     std::unique_ptr<NormOp> norm_;
     std::unique_ptr<GateOp> gate_;

@@ -17,6 +17,9 @@ AttendItem item_of(const AttendOp& op, const Step& step, const AttendPlan& plan,
     const Piece& p = plan.pieces[task.piece];
     AttendItem item{};
     item.block_table = b.block_tables + p.seq * b.table_stride;
+    if (b.seats) item.seat = b.seats[p.seq];
+    item.chunk_row = p.sequence_token;
+    item.chunk_position = b.seq_lens[p.seq] - (b.cu_seqlens[p.seq + 1] - b.cu_seqlens[p.seq]);
     item.sees_all = p.sees_all;
     item.first_position = p.first_position;
     item.first_token = p.first_token;
@@ -53,7 +56,7 @@ void AttendOp::plan(Step& step, std::vector<Stage>& stages) {
     failed_ = false;
     const AttendParams& p = shape.params;
     const PlanKey key{group,    num_heads, shape.keys.num_heads, shape.keys.block_size, shape.value_dim_padded,
-                      p.window, p.chunk,   p.num_sinks};
+                      shape.is_narrow(), p.window, p.chunk,   p.num_sinks};
     plan_ = nullptr;
     for (const auto& known : step.attend_plans) {
         if (known->key == key) plan_ = known;

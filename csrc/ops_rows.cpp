@@ -40,7 +40,19 @@ void RotaryOp::rows(const Step& step, int64_t begin, int64_t end) const {
 }
 
 void AppendOp::rows(const Step& step, int64_t begin, int64_t end) const {
-    step.kernels->append(x, token_stride, stream, step.batches[static_cast<size_t>(group)].slots, begin, end);
+    const StepBatch& b = step.batches[static_cast<size_t>(group)];
+    if (!stream.is_narrow()) return step.kernels->append(x, token_stride, stream, b.slots, begin, end);
+    const int32_t* const ends = b.cu_seqlens + 1;
+    int64_t s = std::upper_bound(ends, ends + b.num_seqs, static_cast<int32_t>(begin)) - ends;
+    for (; begin < end; ++s) {
+        const int64_t first = b.cu_seqlens[s], last = std::min<int64_t>(ends[s], end);
+        if (last <= begin) continue;
+        const int64_t chunk = b.seq_lens[s] - (ends[s] - first);
+        step.kernels->append_narrow(x, token_stride, stream,
+                                    {begin, last, chunk + begin - first, chunk, b.seq_lens[s],
+                                     b.block_tables + s * b.table_stride, b.seats[s]});
+        begin = last;
+    }
 }
 
 void GateOp::to(const Step& step, int64_t begin, int64_t end, float* target) const {

@@ -65,13 +65,17 @@ Program::Program(std::vector<std::unique_ptr<Op>> recorded, int64_t max_tokens, 
             states_.push_back({state.group, state.place});
         } else if (op->kind == OpKind::APPEND) {
             const auto& append = static_cast<const AppendOp&>(*op);
-            appended_.push_back({append.group, append.stream.block_size, append.stream.num_blocks});
+            const StreamView& s = append.stream;
+            appended_.push_back({append.group, s.block_size, s.num_blocks, s.num_seats, s.max_rows});
         }
     }
     ops_ = fuse(std::move(recorded));
 }
 
 int64_t Program::block_size(int group) const {
+    for (const Slots& a : appended_) {
+        if (a.group == group && a.num_seats > 0) return a.block_size;
+    }
     for (const auto& op : ops_) {
         if (op->kind != OpKind::ATTEND) continue;
         const auto& attend = static_cast<const AttendOp&>(*op);

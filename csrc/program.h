@@ -28,6 +28,7 @@ public:
     struct Slots {
         int group;
         int64_t block_size, num_blocks;
+        int64_t num_seats, max_rows;  // of a narrow stream; 0: slots say where rows go
     };
     const std::vector<Slots>& appended() const { return appended_; }
     // States that are read and written, to check their pages.

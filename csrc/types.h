@@ -60,6 +60,17 @@ struct StreamView {
     bool is_narrow() const { return open_pages != nullptr; }
 };
 
+// Rows of one sequence that go to a narrow stream: to its row buffer, and sealed into pages or into the
+// seat's open page.
+struct NarrowRows {
+    int64_t row_begin, row_end;
+    int64_t position;        // of row_begin
+    int64_t chunk_position;  // of the sequence's first row in the step
+    int64_t seq_len;
+    const int32_t* block_table;
+    int64_t seat;
+};
+
 struct AttendParams {
     float scale;
     int64_t window;     // 0: none
@@ -112,17 +123,22 @@ struct AttendShape {
     bool is_narrow() const { return keys.is_narrow() || values.is_narrow(); }
 };
 
+// One group of 16 rows as float32, or its codes as bytes.
+constexpr size_t matmul_scratch_bytes(int64_t cols) { return static_cast<size_t>(cols) * kGroupRows * 4; }
+
 // The operations of one kernel path. All of them work on plain row ranges: threads, tiles and
 // buffers are the caller's business and can never change a bit.
 struct KernelTable {
     const char* name;
     void (*quantise_rows)(const float* x, int64_t cols, int64_t row_begin, int64_t row_end, int8_t* q,
                           BlockMeta* meta);
+    // `scratch` is null or matmul_scratch_bytes(cols) for the products' own use.
     // out[t, 0..16*num_groups) for `num_groups` consecutive groups; rows past num_rows are dropped.
     void (*matmul_quant)(ElementType type, const uint8_t* groups, int64_t group_bytes, int64_t num_groups,
-                         int64_t num_rows, QuantRows x, int64_t num_tokens, MatmulOut out);
+                         int64_t num_rows, QuantRows x, int64_t num_tokens, MatmulOut out, uint8_t* scratch);
     void (*matmul_float)(ElementType type, const uint8_t* groups, int64_t group_bytes, int64_t num_groups,
-                         int64_t num_rows, const float* x, int64_t cols, int64_t num_tokens, MatmulOut out);
+                         int64_t num_rows, const float* x, int64_t cols, int64_t num_tokens, MatmulOut out,
+                         uint8_t* scratch);
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t cols, int64_t row_begin,
                      int64_t row_end, float* out);
     void (*rotary)(float* x, int64_t token_stride, int heads, int head_stride, const int32_t* positions,
@@ -130,6 +146,7 @@ struct KernelTable {
                    int64_t row_end);
     void (*append)(const float* x, int64_t token_stride, StreamView stream, const int64_t* slots,
                    int64_t row_begin, int64_t row_end);
+    void (*append_narrow)(const float* x, int64_t token_stride, const StreamView& stream, const NarrowRows& rows);
     void (*gated_activation)(const float* gate_up, Activation kind, int64_t cols, int64_t row_begin,
                              int64_t row_end, float* out);
     void (*add)(float* x, const float* y, int64_t begin, int64_t end);

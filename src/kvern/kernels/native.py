@@ -29,6 +29,7 @@ from kvern.kernels.protocol import (
     PagedStream,
     Weight,
 )
+from kvern.spec.codec import INT8
 
 RECIPE = "r2"
 """Raised whenever any result bit of any native kernel changes."""
@@ -48,7 +49,7 @@ ELEMENT_TYPES = (
 )
 """What `NativeBackend.prepare` reads, in the extension's order."""
 
-STREAM_TYPES = ("fp32", "fp16", "bf16")
+STREAM_TYPES = ("fp32", "fp16", "bf16", "int8")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 WEIGHTS_FORMATS = ("auto", "fp32")
 KERNEL_PATHS = ("avx512", "avx2", "portable")
@@ -179,7 +180,7 @@ class NativeBackend(NativeFamilies):
 
     def append(self, x: F32, stream: PagedStream, batch: AttendBatch) -> None:
         """See `Backend.append`."""
-        self._runtime.append(x, _stream(stream), batch.slot_mapping)
+        self._runtime.append(x, _stream(stream), _batch(batch))
 
     def attend(
         self,
@@ -295,21 +296,23 @@ class Recording:
     program: NativeProgram | None = None
 
 
-def _batch(batch: AttendBatch) -> tuple[I32, I32, I32, I32, I64]:
+def _batch(batch: AttendBatch) -> tuple[I32, I32, I32, I32, I64, I32 | None]:
     return (
         batch.cu_seqlens_q,
         batch.seq_lens,
         batch.block_tables,
         batch.positions,
         batch.slot_mapping,
+        batch.seats,
     )
 
 
-def _stream(stream: PagedStream) -> tuple[Any, int, int, int, int, int]:
-    if stream.open is not None:
+def _stream(stream: PagedStream) -> tuple[Any, ...]:
+    codec, opened = stream.codec, stream.open
+    if codec not in (None, INT8):
         raise UsageError(
-            f"the native kernels do not store {stream.dtype} keys and values yet: choose the "
-            "reference backend"
+            f"the native kernels do not read {stream.dtype} keys and values of this kind: choose "
+            f"{', '.join(STREAM_TYPES)}, or the reference backend"
         )
     return (
         stream.pages,
@@ -318,6 +321,8 @@ def _stream(stream: PagedStream) -> tuple[Any, int, int, int, int, int]:
         stream.num_heads,
         stream.block_size,
         stream.dim,
+        0 if codec is None else stream.scale_offset,
+        None if opened is None else (opened.pages, opened.offset, opened.rows),
     )
 
 
