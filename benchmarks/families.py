@@ -13,9 +13,16 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvern.kernels.family_protocol import (
+    DeltaShape,
+    ExpertParts,
+    Routing,
+    ScanShape,
+    ScanVectors,
+    StatePlace,
+)
 from kvern.kernels.native import NativeBackend
 from kvern.kernels.protocol import AttendBatch, AttendParams, HostTensor, PagedStream, Weight
-from kvern.kernels.reference_state import gated_delta_rule, selective_scan
 from kvern.store.dtypes import encode
 
 BLOCK_SIZE = 16
@@ -62,15 +69,15 @@ def batch(num_queries: int, num_tokens: int) -> AttendBatch:
 def latent(backend: NativeBackend, num_queries: int, num_tokens: int) -> dict[str, float]:
     """DeepSeek-V2-Lite: 16 heads of 128 + 64, latent 512; absorbed, and with heads expanded anew."""
     heads, nope, rope, dim, value = 16, 128, 64, 512, 128
-    ups = [weight(backend, dim, nope) for _ in range(heads)]
-    downs = [weight(backend, value, dim) for _ in range(heads)]
+    ups = backend.group_heads([weight(backend, dim, nope) for _ in range(heads)])
+    downs = backend.group_heads([weight(backend, value, dim) for _ in range(heads)])
     expand = weight(backend, heads * (nope + value), dim)
     step, params = batch(num_queries, num_tokens), AttendParams((nope + rope) ** -0.5)
     entries = stream(1, dim + rope, num_tokens)
     keys, values = stream(heads, nope + rope, num_tokens), stream(heads, value, num_tokens)
-    part, up = numbers(num_queries, nope), numbers(num_queries, dim)
+    part = numbers(num_queries, heads, nope)
     query, wide = numbers(num_queries, heads, dim + rope), numbers(num_queries, heads, dim + rope)
-    back, own = numbers(num_queries, dim), numbers(num_queries, value)
+    own = numbers(num_queries, heads, value)
     expanded_query, out = (
         numbers(num_queries, heads, nope + rope),
         numbers(num_queries, heads, value),
@@ -78,11 +85,9 @@ def latent(backend: NativeBackend, num_queries: int, num_tokens: int) -> dict[st
     past, unpacked = numbers(num_tokens, dim), numbers(num_tokens, heads * (nope + value))
 
     def absorbed() -> None:
-        for each in ups:
-            backend.matmul(part, each, up)
+        backend.matmul_heads(part, ups, query[:, :, :dim])
         backend.attend(query, entries, entries, step, params, wide)
-        for each in downs:
-            backend.matmul(back, each, own)
+        backend.matmul_heads(wide[:, :, :dim], downs, own)
 
     def expanded() -> None:
         backend.matmul(past, expand, unpacked)
@@ -94,24 +99,26 @@ def latent(backend: NativeBackend, num_queries: int, num_tokens: int) -> dict[st
 def experts(backend: NativeBackend, num_tokens: int) -> dict[str, float]:
     """Qwen3-30B-A3B: 8 of 128 experts of width 768; grouped by expert, and one dense part as wide."""
     hidden, inner, chosen, count = 2048, 768, 8, 32
-    gate_ups = [weight(backend, 2 * inner, hidden) for _ in range(count)]
-    downs = [weight(backend, hidden, inner) for _ in range(count)]
+    none = [None] * count
+    group = backend.group_experts(
+        ExpertParts(
+            gate_up=[weight(backend, 2 * inner, hidden) for _ in range(count)],
+            down=[weight(backend, hidden, inner) for _ in range(count)],
+            gate_up_bias=none,
+            down_bias=none,
+            activation="silu",
+        )
+    )
     dense_up = weight(backend, 2 * inner * chosen, hidden)
     dense_down = weight(backend, hidden, inner * chosen)
     x, total = numbers(num_tokens, hidden), numbers(num_tokens, hidden)
-    routes = np.stack([RNG.permutation(count)[:chosen] for _ in range(num_tokens)])
+    logits, routing = numbers(num_tokens, count), Routing(count, chosen, "softmax", True, 1.0)
+    ids = np.empty((num_tokens, chosen), np.int32)
+    weights = np.empty((num_tokens, chosen), np.float32)
 
     def routed() -> None:
-        total[...] = 0
-        for expert in np.unique(routes):
-            rows = np.nonzero(routes == expert)[0]
-            gate_up = np.empty((len(rows), 2 * inner), np.float32)
-            activated = np.empty((len(rows), inner), np.float32)
-            result = np.empty((len(rows), hidden), np.float32)
-            backend.matmul(x[rows], gate_ups[expert], gate_up)
-            backend.gated_activation(gate_up, "silu", activated)
-            backend.matmul(activated, downs[expert], result)
-            total[rows] += result
+        backend.route(logits, routing, ids, weights)
+        backend.experts(x, ids, weights, group, total)
 
     wide = numbers(num_tokens, 2 * inner * chosen)
     narrow = numbers(num_tokens, inner * chosen)
@@ -124,23 +131,37 @@ def experts(backend: NativeBackend, num_tokens: int) -> dict[str, float]:
     return {"exact_ms": least(routed), "other_ms": least(dense)}
 
 
-def states(num_tokens: int) -> dict[str, dict[str, float]]:
-    """Token by token: Qwen3-Next's delta net (32 heads of 128 x 128), Granite 4 H's Mamba-2."""
-    heads, key, value = 32, 128, 128
-    qkv = [numbers(num_tokens, heads, dim) for dim in (key, key, value)]
-    gates = [np.full((num_tokens, heads), x, np.float32) for x in (0.95, 0.5)]
-    delta = lambda: gated_delta_rule(*qkv, *gates, numbers(heads, key, value), "fp32")  # noqa: E731
-    x, b, c = (
-        numbers(num_tokens, 64, 64),
-        numbers(num_tokens, 64, 128),
-        numbers(num_tokens, 64, 128),
-    )
-    steps = [np.full((num_tokens, 64), v, np.float32) for v in (0.1, 0.95)]
-    scan = lambda: selective_scan(x, *steps, b, c, numbers(64, 64, 128), "fp32")  # noqa: E731
-    return {
-        "gated delta net": {"exact_ms": least(delta, 3) / num_tokens},
-        "Mamba-2": {"exact_ms": least(scan, 3) / num_tokens},
-    }
+def states(backend: NativeBackend, num_tokens: int) -> dict[str, dict[str, float]]:
+    """Qwen3-Next's delta net (32 heads of 128 x 128), its convolution (8,192 channels), Granite 4 H."""
+    step = batch(num_tokens, num_tokens)
+    step.block_tables = np.ones((1, 1), np.int32)
+
+    def place(*shape: int) -> StatePlace:
+        pages = np.zeros((2, 4 * int(np.prod(shape))), np.uint8)
+        return StatePlace(pages, 0, pages.shape[1], "fp32", shape)
+
+    heads, dim = 32, 128
+    qkv, gates = numbers(num_tokens, (2 * 16 + heads) * dim), numbers(num_tokens, 2 * heads)
+    vectors = ScanVectors(-np.ones(64, np.float32), numbers(64), numbers(64))
+    delta_state, shape = place(heads, dim, dim), DeltaShape(16, heads, dim, dim)
+    delta_out = numbers(num_tokens, heads * dim)
+    xbc, steps, scan_out = (numbers(num_tokens, n) for n in (64 * 64 + 256, 64, 64 * 64))
+    scan_state, scan_shape = place(64, 64, 128), ScanShape(64, 1, 64, 128, (0.0, float("inf")))
+    taps, tail = numbers(4, 8192), place(8192, 3)
+    x, convolved = numbers(num_tokens, 8192), numbers(num_tokens, 8192)
+
+    def delta() -> None:
+        decay, bias = vectors.decay[:heads], vectors.step_bias[:heads]
+        backend.gated_delta_rule(qkv, gates, decay, bias, shape, delta_state, step, delta_out)
+
+    def scan() -> None:
+        backend.selective_scan(xbc, steps, vectors, scan_shape, scan_state, step, scan_out)
+
+    def convolve() -> None:
+        backend.convolve(x, taps, None, True, tail, step, convolved)
+
+    work = {"gated delta net": delta, "Mamba-2": scan, "convolution": convolve}
+    return {kind: {"exact_ms": least(run) / num_tokens} for kind, run in work.items()}
 
 
 def main() -> None:
@@ -156,7 +177,9 @@ def main() -> None:
         "experts, 1 token": experts(backend, 1),
         "experts, 64 tokens": experts(backend, 64),
     }
-    results |= {f"{kind}, per token": row for kind, row in states(16).items()}
+    for count in (1, 256):
+        rows = states(backend, count).items()
+        results |= {f"{kind}, {count} tokens, each": row for kind, row in rows}
     if as_json:
         print(json.dumps({"backend": backend.kernel_path, "results": results}))
         return

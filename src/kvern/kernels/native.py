@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from kvern.errors import UnsupportedModelError, UsageError
-from kvern.kernels.native_families import NativeFamilies
+from kvern.kernels.native_families import NativeFamilies, batch_arrays
 from kvern.kernels.protocol import (
     F32,
     I32,
-    I64,
     AttendBatch,
     AttendParams,
     HostTensor,
@@ -180,7 +179,7 @@ class NativeBackend(NativeFamilies):
 
     def append(self, x: F32, stream: PagedStream, batch: AttendBatch) -> None:
         """See `Backend.append`."""
-        self._runtime.append(x, _stream(stream), _batch(batch))
+        self._runtime.append(x, _stream(stream), batch_arrays(batch))
 
     def attend(
         self,
@@ -203,7 +202,7 @@ class NativeBackend(NativeFamilies):
             q,
             _stream(keys),
             _stream(values),
-            _batch(batch),
+            batch_arrays(batch),
             limits,
             params.sink_logits,
             out,
@@ -239,7 +238,7 @@ class NativeBackend(NativeFamilies):
             cannot be repeated (it computed another number of rows, or read other arrays) or T is 1.
         """
         recording = Recording()
-        self._runtime.start_recording(token_ids, [_batch(batch) for batch in batches])
+        self._runtime.start_recording(token_ids, [batch_arrays(batch) for batch in batches])
         try:
             yield recording
         except BaseException:
@@ -282,7 +281,7 @@ class NativeProgram:
                 for a visible key; then the results are worthless.
         """
         pairs: int = self._runtime.run_program(
-            self._recorded, token_ids, [_batch(batch) for batch in batches]
+            self._recorded, token_ids, [batch_arrays(batch) for batch in batches]
         )
         if pairs < 0:
             raise ValueError("a block table names no valid block for a visible key")
@@ -294,17 +293,6 @@ class Recording:
     """What `NativeBackend.recording` yields."""
 
     program: NativeProgram | None = None
-
-
-def _batch(batch: AttendBatch) -> tuple[I32, I32, I32, I32, I64, I32 | None]:
-    return (
-        batch.cu_seqlens_q,
-        batch.seq_lens,
-        batch.block_tables,
-        batch.positions,
-        batch.slot_mapping,
-        batch.seats,
-    )
 
 
 def _stream(stream: PagedStream) -> tuple[Any, ...]:

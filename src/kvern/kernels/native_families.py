@@ -22,6 +22,7 @@ from kvern.kernels.protocol import AttendBatch, Weight
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
 
 _GATE_INDEX = {name: index for index, name in enumerate(GATES)}
 _SCORING_INDEX = {name: index for index, name in enumerate(SCORINGS)}
@@ -32,10 +33,16 @@ def _place(place: StatePlace) -> tuple[Any, int, int, int]:
     return place.pages, place.offset, place.num_bytes, _STATE_INDEX[place.dtype]
 
 
-def _rows(batch: AttendBatch) -> tuple[Any, ...]:
-    from kvern.kernels.native import _batch  # which imports this module
-
-    return _batch(batch)
+def batch_arrays(batch: AttendBatch) -> tuple[I32, I32, I32, I32, I64, I32 | None]:
+    """What the extension reads of a batch."""
+    return (
+        batch.cu_seqlens_q,
+        batch.seq_lens,
+        batch.block_tables,
+        batch.positions,
+        batch.slot_mapping,
+        batch.seats,
+    )
 
 
 def _heads(x: F32) -> F32:
@@ -103,7 +110,7 @@ class NativeFamilies:
         out: F32,
     ) -> None:
         """See `FamilyOperations.convolve`."""
-        self._runtime.convolve(x, weight, bias, is_silu, _place(tail), _rows(batch), out)
+        self._runtime.convolve(x, weight, bias, is_silu, _place(tail), batch_arrays(batch), out)
 
     def gated_delta_rule(
         self,
@@ -119,7 +126,7 @@ class NativeFamilies:
         """See `FamilyOperations.gated_delta_rule`."""
         dims = (shape.num_key_heads, shape.num_heads, shape.key_dim, shape.value_dim)
         self._runtime.gated_delta_rule(
-            qkv, gates, decay, step_bias, dims, _place(state), _rows(batch), out
+            qkv, gates, decay, step_bias, dims, _place(state), batch_arrays(batch), out
         )
 
     def selective_scan(
@@ -136,7 +143,7 @@ class NativeFamilies:
         dims = (shape.num_heads, shape.num_groups, shape.head_dim, shape.state_dim)
         numbers = (vectors.decay, vectors.step_bias, vectors.skip)
         self._runtime.selective_scan(
-            xbc, steps, numbers, shape.step_limits, dims, _place(state), _rows(batch), out
+            xbc, steps, numbers, shape.step_limits, dims, _place(state), batch_arrays(batch), out
         )
 
     def group_heads(self, weights: Sequence[Weight]) -> Any:
