@@ -1,6 +1,6 @@
 """Native kernels against the machine's own limits, all measured in one run.
 
-    python benchmarks/kernels.py [--threads N] [--path avx512] [--repeat 20] [--torch] [--json]
+    python benchmarks/kernels.py [--threads N] [--path avx512] [--repeat 20] [--only matmul] [--torch] [--json]
 
 Decode rows are bound by reading memory: the table says which share of the measured read bandwidth
 they reach (weights, or live keys and values, over time). Rows with many tokens are bound by
@@ -27,8 +27,11 @@ HIDDEN, INNER, HEADS, KV_HEADS, DIM = 576, 1536, 9, 3, 64
 QUANTISED = {
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
     "Q8_0": (32, 34),
     "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
     "Q6_K": (256, 210),
 }
 WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -101,9 +104,9 @@ def random_weight(element_type: str, rows: int, cols: int, seed: int) -> HostTen
 
 
 def matmul_rows(backend: NativeBackend, limits: Limits, timer: Timer) -> Iterator[Row]:
-    """A 30-layer model's weights for one token, then one weight for 512."""
+    """A 30-layer model's weights for one token, then one weight for 8 and for 512."""
     runtime = backend._runtime
-    for element_type in (*QUANTISED, "BF16", "F32"):
+    for element_type in (*QUANTISED, "BF16", "F16", "F32"):
         scale = 256 / 192 if element_type.endswith("_K") else 1  # rows of whole 256-blocks
         hidden = int(HIDDEN * scale)
         shapes = [(960, hidden), (hidden, hidden), (2 * INNER, hidden), (hidden, INNER)]
@@ -132,15 +135,15 @@ def matmul_rows(backend: NativeBackend, limits: Limits, timer: Timer) -> Iterato
             rate / limits.read_bytes_per_s,
         )
         weight = weights[2][0]
-        x = np.random.default_rng(0).standard_normal((512, hidden)).astype(np.float32)
-        out = np.empty((512, 2 * INNER), np.float32)
-        seconds = timer.least(partial(runtime.matmul, x, weight, out))
-        rate = 2.0 * 512 * hidden * 2 * INNER / seconds
         bound = "int8" if element_type in QUANTISED else "fp32"
         limit = limits.int8_ops_per_s if bound == "int8" else limits.fp32_ops_per_s
-        yield Row(
-            f"matmul {element_type}, 512 tokens", seconds, rate / 1e9, "Gop/s", bound, rate / limit
-        )
+        for tokens in (8, 512):
+            x = np.random.default_rng(0).standard_normal((tokens, hidden)).astype(np.float32)
+            out = np.empty((tokens, 2 * INNER), np.float32)
+            seconds = timer.least(partial(runtime.matmul, x, weight, out))
+            rate = 2.0 * tokens * hidden * 2 * INNER / seconds
+            case = f"matmul {element_type}, {tokens} tokens"
+            yield Row(case, seconds, rate / 1e9, "Gop/s", bound, rate / limit)
 
 
 @dataclass
@@ -277,6 +280,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--path", default=None, help="avx512, avx2 or portable")
     parser.add_argument("--repeat", type=int, default=20)
+    parser.add_argument("--only", choices=("matmul", "attend"), help="one kind of kernel")
     parser.add_argument("--torch", action="store_true", help="torch's attention too")
     parser.add_argument("--json", action="store_true")
     parser.add_argument(
@@ -296,10 +300,11 @@ def main() -> None:
         f"bf16 {limits.bf16_ops_per_s / 1e9:.0f}, fp32 {limits.fp32_ops_per_s / 1e9:.0f} Gop/s",
         file=sys.stderr if arguments.json else sys.stdout,
     )
-    sources = [
-        matmul_rows(backend, limits, timer),
-        attend_rows(backend, limits, timer),
-    ]
+    sources = []
+    if arguments.only in (None, "matmul"):
+        sources.append(matmul_rows(backend, limits, timer))
+    if arguments.only in (None, "attend"):
+        sources.append(attend_rows(backend, limits, timer))
     if arguments.torch:
         sources.append(torch_rows(backend.num_threads, limits, timer))
     rows = []

@@ -16,6 +16,8 @@ using kvern::MatmulOut;
 using kvern::QuantRows;
 
 constexpr int kPrefetchAhead = 8192;
+constexpr int kPlainBytes = kGroupRows * kBlock;  // a block's codes, a byte each
+constexpr int64_t kPlainTokens = 2 * kQuantRowTile;  // from here on a group's codes are unpacked once for all
 
 // How the codes of one block are laid out; see weights.h for the packed forms.
 template <ElementType T>
@@ -33,12 +35,17 @@ struct Codes {
                                       : T == ElementType::Q6_K                        ? 5
                                       : (is_signed && kSignedNeedsBias)               ? 7
                                                                                       : -1;
+    // Quads whose products with int8 (-128 as well) sum up within int16, 2 products of a quad to a lane:
+    // 8 * 2 * 15 * 128, 4 * 2 * 31 * 128 and 2 * 2 * 63 * 128 are below 32768.
+    static constexpr int short_quads = is_six ? 2 : has_fifth ? 4 : 8;
 };
 
-// The 64 bytes holding features 4i..4i+3 of the 16 rows.
-template <ElementType T, int QUAD>
+// The 64 bytes holding features 4i..4i+3 of the 16 rows. PLAIN: a byte a code, quad after quad.
+template <ElementType T, bool PLAIN, int QUAD>
 static inline B load_quad(const uint8_t* codes) {
-    if constexpr (Codes<T>::is_signed) {
+    if constexpr (PLAIN) {
+        return b_load(codes + 64 * QUAD);
+    } else if constexpr (Codes<T>::is_signed) {
         return b_signed(b_load(codes + 64 * QUAD));
     } else {
         const B nibbles = b_load(codes + 64 * (QUAD % 4));
@@ -77,24 +84,61 @@ static inline I start_from(int32_t sum) {
     }
 }
 
-// One step of the tile: quad QUAD of every group against every token.
-template <ElementType T, int NG, int MT, int QUAD>
-static inline void quad_step(const uint8_t* const (&codes)[NG], const int8_t* x, int64_t cols,
-                             I (&dot)[MT][NG]) {
+// Quads FROM..FROM+COUNT-1 of every group against every token, into int32 sums.
+template <ElementType T, bool PLAIN, int NG, int MT, int FROM, int COUNT>
+__attribute__((always_inline)) static inline void long_quads(const uint8_t* const (&codes)[NG], const int8_t* x, int64_t cols,
+                              I (&dot)[MT][NG]) {
     B w[NG];
-    for (int g = 0; g < NG; ++g) w[g] = load_quad<T, QUAD>(codes[g]);
+    for (int g = 0; g < NG; ++g) w[g] = load_quad<T, PLAIN, FROM>(codes[g]);
     for (int t = 0; t < MT; ++t) {
         for (int g = 0; g < NG; ++g) {
-            const int8_t* x4 = x + t * cols + 4 * QUAD;
+            const int8_t* x4 = x + t * cols + 4 * FROM;
             dot[t][g] = Codes<T>::is_signed ? dot_signed(dot[t][g], w[g], x4)
                                             : dot_unsigned(dot[t][g], w[g], x4);
         }
     }
+    if constexpr (COUNT > 1) long_quads<T, PLAIN, NG, MT, FROM + 1, COUNT - 1>(codes, x, cols, dot);
 }
 
-template <ElementType T, int NG, int MT>
-static void quant_tile(const uint8_t* group, int64_t group_bytes, const int8_t* x, const BlockMeta* meta,
-                       int64_t cols, int64_t blocks, F (&acc)[MT][NG]) {
+// The same into int16 sums, which the caller knows to be wide enough.
+template <ElementType T, bool PLAIN, int NG, int MT, int FROM, int COUNT>
+__attribute__((always_inline)) static inline void short_quads(const uint8_t* const (&codes)[NG], const int8_t* x, int64_t cols,
+                               S (&sum)[MT][NG]) {
+    B w[NG];
+    for (int g = 0; g < NG; ++g) w[g] = load_quad<T, PLAIN, FROM>(codes[g]);
+    for (int t = 0; t < MT; ++t) {
+        for (int g = 0; g < NG; ++g) sum[t][g] = s_dot(sum[t][g], w[g], x + t * cols + 4 * FROM);
+    }
+    if constexpr (COUNT > 1) short_quads<T, PLAIN, NG, MT, FROM + 1, COUNT - 1>(codes, x, cols, sum);
+}
+
+// Adds quads FROM..FROM+COUNT-1; exact, whichever way the sums go.
+template <ElementType T, bool PLAIN, int NG, int MT, int FROM, int COUNT>
+__attribute__((always_inline)) static inline void add_quads(const uint8_t* const (&codes)[NG], const int8_t* x, int64_t cols,
+                             I (&dot)[MT][NG]) {
+    if constexpr (!kHasShortSums || Codes<T>::is_signed) {
+        long_quads<T, PLAIN, NG, MT, FROM, COUNT>(codes, x, cols, dot);
+    } else {
+        constexpr int kQuads = COUNT < Codes<T>::short_quads ? COUNT : Codes<T>::short_quads;
+        S sum[MT][NG];
+        for (int t = 0; t < MT; ++t) {
+            for (int g = 0; g < NG; ++g) sum[t][g] = s_zero();
+        }
+        short_quads<T, PLAIN, NG, MT, FROM, kQuads>(codes, x, cols, sum);
+        for (int t = 0; t < MT; ++t) {
+            for (int g = 0; g < NG; ++g) dot[t][g] = i_add_short(dot[t][g], sum[t][g]);
+        }
+        if constexpr (COUNT > kQuads) {
+            add_quads<T, PLAIN, NG, MT, FROM + kQuads, COUNT - kQuads>(codes, x, cols, dot);
+        }
+    }
+}
+
+// `plain` holds the codes of the one group, a byte each, when PLAIN.
+template <ElementType T, bool PLAIN, int NG, int MT>
+static void quant_tile(const uint8_t* group, int64_t group_bytes, const uint8_t* plain, const int8_t* x,
+                       const BlockMeta* meta, int64_t cols, int64_t blocks, F (&acc)[MT][NG]) {
+    static_assert(!PLAIN || NG == 1, "one group is unpacked at a time");
     for (int t = 0; t < MT; ++t) {
         for (int g = 0; g < NG; ++g) acc[t][g] = f_zero();
     }
@@ -103,7 +147,8 @@ static void quant_tile(const uint8_t* group, int64_t group_bytes, const int8_t* 
         const uint8_t* chunk[NG];
         for (int g = 0; g < NG; ++g) {
             chunk[g] = group + g * group_bytes + kvern::scales_at(Codes<T>::layout, b);
-            codes[g] = group + g * group_bytes + kvern::codes_at(Codes<T>::layout, b);
+            codes[g] = PLAIN ? plain + b * kPlainBytes
+                             : group + g * group_bytes + kvern::codes_at(Codes<T>::layout, b);
         }
         if constexpr (MT == 1) {  // bound by memory: keep the stream of weights running ahead
             for (int i = 0; i < Codes<T>::layout.code_bytes + 64; i += 64) {
@@ -122,14 +167,8 @@ static void quant_tile(const uint8_t* group, int64_t group_bytes, const int8_t* 
                     high[t][g] = start_from<T>(m.sum - m.low_sum);
                 }
             }
-            quad_step<T, NG, MT, 0>(codes, xb, cols, dot);
-            quad_step<T, NG, MT, 1>(codes, xb, cols, dot);
-            quad_step<T, NG, MT, 2>(codes, xb, cols, dot);
-            quad_step<T, NG, MT, 3>(codes, xb, cols, dot);
-            quad_step<T, NG, MT, 4>(codes, xb, cols, high);
-            quad_step<T, NG, MT, 5>(codes, xb, cols, high);
-            quad_step<T, NG, MT, 6>(codes, xb, cols, high);
-            quad_step<T, NG, MT, 7>(codes, xb, cols, high);
+            add_quads<T, PLAIN, NG, MT, 0, 4>(codes, xb, cols, dot);
+            add_quads<T, PLAIN, NG, MT, 4, 4>(codes, xb, cols, high);
             for (int g = 0; g < NG; ++g) {
                 const int8_t* sc = reinterpret_cast<const int8_t*>(chunk[g] + 32 + b % 8 * 32);
                 const I first = i_from_f(f_load_i8(sc));
@@ -145,14 +184,7 @@ static void quant_tile(const uint8_t* group, int64_t group_bytes, const int8_t* 
             for (int t = 0; t < MT; ++t) {
                 for (int g = 0; g < NG; ++g) dot[t][g] = start_from<T>(meta[t * blocks + b].sum);
             }
-            quad_step<T, NG, MT, 0>(codes, xb, cols, dot);
-            quad_step<T, NG, MT, 1>(codes, xb, cols, dot);
-            quad_step<T, NG, MT, 2>(codes, xb, cols, dot);
-            quad_step<T, NG, MT, 3>(codes, xb, cols, dot);
-            quad_step<T, NG, MT, 4>(codes, xb, cols, dot);
-            quad_step<T, NG, MT, 5>(codes, xb, cols, dot);
-            quad_step<T, NG, MT, 6>(codes, xb, cols, dot);
-            quad_step<T, NG, MT, 7>(codes, xb, cols, dot);
+            add_quads<T, PLAIN, NG, MT, 0, 8>(codes, xb, cols, dot);
             for (int g = 0; g < NG; ++g) {
                 F scale, offset;
                 load_scales<T>(chunk[g], b, scale, offset);
@@ -197,15 +229,16 @@ struct QuantJob {
     QuantRows x;
     int64_t num_tokens;
     MatmulOut out;
+    uint8_t* scratch;  // for one group's plain codes, or null
 };
 
-template <ElementType T, int NG, int MT>
+template <ElementType T, bool PLAIN, int NG, int MT>
 static void quant_tokens(const QuantJob& job, int64_t g, int64_t& t) {
     const int64_t blocks = job.x.cols / kBlock;
     for (; t + MT <= job.num_tokens; t += MT) {
         F acc[MT][NG];
-        quant_tile<T, NG, MT>(job.groups + g * job.group_bytes, job.group_bytes, job.x.q + t * job.x.cols,
-                              job.x.meta + t * blocks, job.x.cols, blocks, acc);
+        quant_tile<T, PLAIN, NG, MT>(job.groups + g * job.group_bytes, job.group_bytes, job.scratch,
+                                     job.x.q + t * job.x.cols, job.x.meta + t * blocks, job.x.cols, blocks, acc);
         store_tile<NG, MT>(acc, job.out, t, g, job.num_rows);
     }
 }
@@ -213,25 +246,49 @@ static void quant_tokens(const QuantJob& job, int64_t g, int64_t& t) {
 template <ElementType T, int NG>
 static void quant_groups(const QuantJob& job, int64_t g) {
     int64_t t = 0;
-    quant_tokens<T, NG, kQuantRowTile>(job, g, t);
-    if constexpr (kQuantRowTile > 4) quant_tokens<T, NG, 4>(job, g, t);
-    if constexpr (kQuantRowTile > 2) quant_tokens<T, NG, 2>(job, g, t);
+    quant_tokens<T, false, NG, kQuantRowTile>(job, g, t);
+    if constexpr (kQuantRowTile > 4) quant_tokens<T, false, NG, 4>(job, g, t);
+    if constexpr (kQuantRowTile > 2) quant_tokens<T, false, NG, 2>(job, g, t);
     for (int i = 0; i < NG; ++i) {  // a lone token: one stream of weights, front to back
         int64_t last = t;
-        quant_tokens<T, 1, 1>(job, g + i, last);
+        quant_tokens<T, false, 1, 1>(job, g + i, last);
     }
+}
+
+template <ElementType T, int QUAD>
+static inline void unpack_quads(const uint8_t* codes, uint8_t* to) {
+    b_store(to + 64 * QUAD, load_quad<T, false, QUAD>(codes));
+    if constexpr (QUAD < 7) unpack_quads<T, QUAD + 1>(codes, to);
+}
+
+// Many tokens: one group's codes are unpacked once, and stay in the first-level cache for all of them.
+template <ElementType T>
+static void quant_group_plain(const QuantJob& job, int64_t g) {
+    const uint8_t* group = job.groups + g * job.group_bytes;
+    for (int64_t b = 0; b < job.x.cols / kBlock; ++b) {
+        unpack_quads<T, 0>(group + kvern::codes_at(Codes<T>::layout, b), job.scratch + b * kPlainBytes);
+    }
+    int64_t t = 0;
+    quant_tokens<T, true, 1, kQuantRowTile>(job, g, t);
+    quant_tokens<T, true, 1, 2>(job, g, t);
+    quant_tokens<T, true, 1, 1>(job, g, t);
 }
 
 template <ElementType T>
 static void quant_product(const QuantJob& job) {
     int64_t g = 0;
+    if constexpr (kUnpacksFirst && !Codes<T>::is_signed) {
+        if (job.scratch && job.num_tokens >= kPlainTokens) {
+            for (; g < job.num_groups; ++g) quant_group_plain<T>(job, g);
+        }
+    }
     for (; g + kQuantGroupTile <= job.num_groups; g += kQuantGroupTile) quant_groups<T, kQuantGroupTile>(job, g);
     for (; g < job.num_groups; ++g) quant_groups<T, 1>(job, g);
 }
 
 static void matmul_quant(ElementType type, const uint8_t* groups, int64_t group_bytes, int64_t num_groups,
-                         int64_t num_rows, QuantRows x, int64_t num_tokens, MatmulOut out) {
-    const QuantJob job{groups, group_bytes, num_groups, num_rows, x, num_tokens, out};
+                         int64_t num_rows, QuantRows x, int64_t num_tokens, MatmulOut out, uint8_t* scratch) {
+    const QuantJob job{groups, group_bytes, num_groups, num_rows, x, num_tokens, out, scratch};
     switch (type) {
         case ElementType::Q8_0: return quant_product<ElementType::Q8_0>(job);
         case ElementType::Q4_0: return quant_product<ElementType::Q4_0>(job);
@@ -259,14 +316,19 @@ struct FloatJob {
     const float* x;
     int64_t cols, num_tokens;
     MatmulOut out;
+    uint8_t* scratch;  // for one group as float32, or null
 };
 
-// Groups g..g+NG-1, all of one panel that holds `width` groups.
-template <ElementType T, int NG, int MT>
-static void float_tokens(const FloatJob& job, int64_t g, int64_t width, int64_t& t) {
-    constexpr int kVector = T == ElementType::F32 ? 64 : 32;
+template <ElementType T>
+static inline const uint8_t* first_vector(const FloatJob& job, int64_t g) {
     const int64_t first = g / kPanelGroups * kPanelGroups;
-    const uint8_t* w = job.panels + first * job.group_bytes + (g - first) * kVector;
+    return job.panels + first * job.group_bytes + (g - first) * (T == ElementType::F32 ? 64 : 32);
+}
+
+// Groups g..g+NG-1, all of one panel that holds `width` groups; `w` is their first feature.
+template <ElementType T, int NG, int MT>
+static void float_tokens(const FloatJob& job, const uint8_t* w, int64_t g, int64_t width, int64_t& t) {
+    constexpr int kVector = T == ElementType::F32 ? 64 : 32;
     for (; t + MT <= job.num_tokens; t += MT) {
         F acc[MT][NG];
         for (int i = 0; i < MT; ++i) {
@@ -290,11 +352,21 @@ static void float_tokens(const FloatJob& job, int64_t g, int64_t width, int64_t&
 }
 
 template <ElementType T, int NG>
-static void float_groups(const FloatJob& job, int64_t g, int64_t width, int64_t t) {
-    float_tokens<T, NG, kFloatRowTile>(job, g, width, t);
-    if constexpr (kFloatRowTile > 4) float_tokens<T, NG, 4>(job, g, width, t);
-    if constexpr (kFloatRowTile > 2) float_tokens<T, NG, 2>(job, g, width, t);
-    float_tokens<T, NG, 1>(job, g, width, t);
+static void float_groups(const FloatJob& job, const uint8_t* w, int64_t g, int64_t width) {
+    int64_t t = 0;
+    float_tokens<T, NG, kFloatRowTile>(job, w, g, width, t);
+    if constexpr (kFloatRowTile > 4) float_tokens<T, NG, 4>(job, w, g, width, t);
+    if constexpr (kFloatRowTile > 2) float_tokens<T, NG, 2>(job, w, g, width, t);
+    float_tokens<T, NG, 1>(job, w, g, width, t);
+}
+
+// Many tokens: one group's weights are widened once for all of them.
+template <ElementType T>
+static void float_group_widened(const FloatJob& job, int64_t g, int64_t width) {
+    const uint8_t* w = first_vector<T>(job, g);
+    float* wide = reinterpret_cast<float*>(job.scratch);
+    for (int64_t k = 0; k < job.cols; ++k) f_store(wide + 16 * k, load_weights<T>(w + k * width * 32));
+    float_groups<ElementType::F32, 1>(job, job.scratch, g, 1);
 }
 
 template <ElementType T>
@@ -302,22 +374,27 @@ static void float_product(const FloatJob& job) {
     for (int64_t first = 0; first < job.num_groups; first += kPanelGroups) {
         const int64_t left = job.num_groups - first;
         const int64_t width = left < kPanelGroups ? left : kPanelGroups;
-        int64_t t = 0;
+        int64_t t = 0, g = first;
         if (width == kPanelGroups && job.num_tokens == 1) {
-            float_tokens<T, kPanelGroups, 1>(job, first, width, t);
+            float_tokens<T, kPanelGroups, 1>(job, first_vector<T>(job, first), first, width, t);
             continue;
         }
-        int64_t g = 0;
-        for (; g + kFloatGroupTile <= width; g += kFloatGroupTile) {
-            float_groups<T, kFloatGroupTile>(job, first + g, width, 0);
+        if constexpr (kUnpacksFirst && T != ElementType::F32) {
+            if (job.scratch && job.num_tokens >= 2 * kFloatRowTile) {
+                for (; g < first + width; ++g) float_group_widened<T>(job, g, width);
+            }
         }
-        for (; g < width; ++g) float_groups<T, 1>(job, first + g, width, 0);
+        for (; g + kFloatGroupTile <= first + width; g += kFloatGroupTile) {
+            float_groups<T, kFloatGroupTile>(job, first_vector<T>(job, g), g, width);
+        }
+        for (; g < first + width; ++g) float_groups<T, 1>(job, first_vector<T>(job, g), g, width);
     }
 }
 
 static void matmul_float(ElementType type, const uint8_t* groups, int64_t group_bytes, int64_t num_groups,
-                         int64_t num_rows, const float* x, int64_t cols, int64_t num_tokens, MatmulOut out) {
-    const FloatJob job{groups, group_bytes, num_groups, num_rows, x, cols, num_tokens, out};
+                         int64_t num_rows, const float* x, int64_t cols, int64_t num_tokens, MatmulOut out,
+                         uint8_t* scratch) {
+    const FloatJob job{groups, group_bytes, num_groups, num_rows, x, cols, num_tokens, out, scratch};
     switch (type) {
         case ElementType::F32: return float_product<ElementType::F32>(job);
         case ElementType::F16: return float_product<ElementType::F16>(job);

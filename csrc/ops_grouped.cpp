@@ -63,10 +63,10 @@ void grouped_product(const Step& step, const Weight& w, const GroupInput& in, Gr
             const MatmulOut to{out.to + (r - rows.begin) * out.stride + s.first_row + row, nullptr, out.stride};
             if (is_quantised(s.type)) {
                 const QuantRows q{in.codes + r * w.cols, in.meta + r * blocks, w.cols};
-                step.kernels->matmul_quant(s.type, data, s.group_bytes, count, s.rows - row, q, n, to);
+                step.kernels->matmul_quant(s.type, data, s.group_bytes, count, s.rows - row, q, n, to, nullptr);
             } else {
                 step.kernels->matmul_float(s.type, data, s.group_bytes, count, s.rows - row, in.x + r * w.cols,
-                                           w.cols, n, to);
+                                           w.cols, n, to, nullptr);
             }
         }
         u += units;

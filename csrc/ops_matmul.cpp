@@ -74,7 +74,7 @@ void MatmulOp::plan(Step& step, std::vector<Stage>& stages) {
 }
 
 size_t MatmulOp::scratch_bytes(const Step& step) const {
-    if (!is_made_alone(step)) return 0;
+    if (!is_made_alone(step)) return matmul_scratch_bytes(weight->cols);
     return static_cast<size_t>(bytes_of_floats(*weight, step.tokens) + bytes_of_codes(*weight, step.tokens) +
                                bytes_of_meta(*weight, step.tokens));
 }
@@ -106,10 +106,10 @@ void MatmulOp::work(const Step& step, int stage, const Claim& claim, const Worke
             std::memcpy(const_cast<float*>(x), in.own, static_cast<size_t>(step.tokens * weight->cols) * 4);
         }
     }
-    tiles(step, claim.begin, claim.end, in);
+    tiles(step, claim.begin, claim.end, in, is_made_alone(step) ? nullptr : worker.scratch);
 }
 
-void MatmulOp::tiles(const Step& step, int64_t begin, int64_t end, const Input& in) const {
+void MatmulOp::tiles(const Step& step, int64_t begin, int64_t end, const Input& in, uint8_t* scratch) const {
     const Weight& w = *weight;
     const int64_t blocks = w.cols / kBlock;
     const int64_t row_bytes = w.cols * (w.has_float ? 4 : 1);
@@ -127,10 +127,10 @@ void MatmulOp::tiles(const Step& step, int64_t begin, int64_t end, const Input& 
             const MatmulOut to{out + at, add_to ? add_to + at : nullptr, w.rows};
             if (is_quantised(s.type)) {
                 const QuantRows q{in.codes + t * w.cols, in.meta + t * blocks, w.cols};
-                step.kernels->matmul_quant(s.type, data, s.group_bytes, count, s.rows - row, q, n, to);
+                step.kernels->matmul_quant(s.type, data, s.group_bytes, count, s.rows - row, q, n, to, scratch);
             } else {
                 step.kernels->matmul_float(s.type, data, s.group_bytes, count, s.rows - row, in.x + t * w.cols,
-                                           w.cols, n, to);
+                                           w.cols, n, to, scratch);
             }
         }
         u += units;

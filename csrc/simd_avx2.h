@@ -13,10 +13,11 @@ struct B { __m256i a, b; };
 using Mask = uint16_t;
 
 constexpr bool kHasBf16Dot = false;
-constexpr int kQuantRowTile = 3;
+constexpr bool kUnpacksFirst = true;  // unpacking costs as much as some of the product: once for many tokens
+constexpr int kQuantRowTile = 6;
 constexpr int kQuantGroupTile = 1;
-constexpr int kFloatRowTile = 3;
-constexpr int kFloatGroupTile = 2;
+constexpr int kFloatRowTile = 6;
+constexpr int kFloatGroupTile = 1;
 constexpr int kScoreRows = 3;
 constexpr int kScoreVectors = 2;
 
@@ -209,6 +210,10 @@ static inline B b_load(const uint8_t* p) {
     const __m256i* q = reinterpret_cast<const __m256i*>(p);
     return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
 }
+static inline void b_store(uint8_t* p, B x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32), x.b);
+}
 static inline B b_low(B x) {
     const __m256i m = _mm256_set1_epi8(0x0f);
     return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)};
@@ -255,6 +260,25 @@ static inline I dot_unsigned(I acc, B w, const int8_t* x4) {
     acc.a = _mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(w.a, v), one));
     acc.b = _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, v), one));
     return acc;
+}
+// Sums of products that stay in int16 for as long as the codes' range allows: one widening for many quads.
+constexpr bool kHasShortSums = true;
+struct S { __m256i a, b; };
+static inline S s_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+static inline S s_dot(S sum, B w, const int8_t* x4) {
+    int32_t x;
+    std::memcpy(&x, x4, 4);
+    const __m256i v = _mm256_set1_epi32(x);
+    sum.a = _mm256_add_epi16(sum.a, _mm256_maddubs_epi16(w.a, v));
+    sum.b = _mm256_add_epi16(sum.b, _mm256_maddubs_epi16(w.b, v));
+    // Else gcc makes all products of a block before it adds the first, and runs out of registers.
+    __asm__("" : "+x"(sum.a), "+x"(sum.b));
+    return sum;
+}
+static inline I i_add_short(I acc, S sum) {
+    const __m256i one = _mm256_set1_epi16(1);
+    return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(sum.a, one)),
+            _mm256_add_epi32(acc.b, _mm256_madd_epi16(sum.b, one))};
 }
 constexpr bool kSignedNeedsBias = false;
 static inline B b_signed(B w) { return w; }

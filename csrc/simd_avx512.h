@@ -14,6 +14,7 @@ using B = __m512i;  // 64 bytes: 4 consecutive k of 16 rows
 using Mask = __mmask16;
 
 constexpr bool kHasBf16Dot = true;
+constexpr bool kUnpacksFirst = false;
 constexpr int kQuantRowTile = 6;    // tokens per register tile of the int8 product
 constexpr int kQuantGroupTile = 2;  // 16-row groups per register tile
 constexpr int kFloatRowTile = 6;
@@ -169,6 +170,12 @@ static inline I dot_unsigned(I acc, B w, const int8_t* x4) {
     return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x));
 }
 // For int8 weights: they are taken as w + 128, the caller starts from -128 * sum(x).
+// Sums in int16 would gain nothing here: int32 stands for them.
+constexpr bool kHasShortSums = false;
+using S = I;
+static inline S s_zero() { return i_zero(); }
+static inline S s_dot(S sum, B w, const int8_t* x4) { return dot_unsigned(sum, w, x4); }
+static inline I i_add_short(I acc, S sum) { return i_add(acc, sum); }
 constexpr bool kSignedNeedsBias = true;
 static inline B b_signed(B w) { return _mm512_xor_si512(w, _mm512_set1_epi8(static_cast<char>(0x80))); }
 static inline I dot_signed(I acc, B w, const int8_t* x4) { return dot_unsigned(acc, w, x4); }

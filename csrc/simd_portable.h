@@ -15,6 +15,7 @@ typedef uint8_t B __attribute__((vector_size(64)));
 using Mask = uint16_t;
 
 constexpr bool kHasBf16Dot = false;
+constexpr bool kUnpacksFirst = false;
 constexpr int kQuantRowTile = 2;
 constexpr int kQuantGroupTile = 1;
 constexpr int kFloatRowTile = 2;
@@ -169,6 +170,12 @@ static inline I dot_unsigned(I acc, B w, const int8_t* x4) {
     }
     return acc;
 }
+// Sums in int16 would gain nothing here: int32 stands for them.
+constexpr bool kHasShortSums = false;
+using S = I;
+static inline S s_zero() { return i_zero(); }
+static inline S s_dot(S sum, B w, const int8_t* x4) { return dot_unsigned(sum, w, x4); }
+static inline I i_add_short(I acc, S sum) { return i_add(acc, sum); }
 constexpr bool kSignedNeedsBias = false;
 static inline B b_signed(B w) { return w; }
 static inline I dot_signed(I acc, B w, const int8_t* x4) {
