@@ -17,6 +17,7 @@ using kvern::QuantRows;
 
 constexpr int kPrefetchAhead = 8192;
 constexpr int kPlainBytes = kGroupRows * kBlock;  // a block's codes, a byte each
+constexpr int kWidenedRowTile = 6;  // by one group, whose float32 copy is small enough to stay near
 constexpr int64_t kPlainTokens = 2 * kQuantRowTile;  // from here on a group's codes are unpacked once for all
 
 // How the codes of one block are laid out; see weights.h for the packed forms.
@@ -351,12 +352,12 @@ static void float_tokens(const FloatJob& job, const uint8_t* w, int64_t g, int64
     }
 }
 
-template <ElementType T, int NG>
+template <ElementType T, int NG, int MT>
 static void float_groups(const FloatJob& job, const uint8_t* w, int64_t g, int64_t width) {
     int64_t t = 0;
-    float_tokens<T, NG, kFloatRowTile>(job, w, g, width, t);
-    if constexpr (kFloatRowTile > 4) float_tokens<T, NG, 4>(job, w, g, width, t);
-    if constexpr (kFloatRowTile > 2) float_tokens<T, NG, 2>(job, w, g, width, t);
+    float_tokens<T, NG, MT>(job, w, g, width, t);
+    if constexpr (MT > 4) float_tokens<T, NG, 4>(job, w, g, width, t);
+    if constexpr (MT > 2) float_tokens<T, NG, 2>(job, w, g, width, t);
     float_tokens<T, NG, 1>(job, w, g, width, t);
 }
 
@@ -366,7 +367,7 @@ static void float_group_widened(const FloatJob& job, int64_t g, int64_t width) {
     const uint8_t* w = first_vector<T>(job, g);
     float* wide = reinterpret_cast<float*>(job.scratch);
     for (int64_t k = 0; k < job.cols; ++k) f_store(wide + 16 * k, load_weights<T>(w + k * width * 32));
-    float_groups<ElementType::F32, 1>(job, job.scratch, g, 1);
+    float_groups<ElementType::F32, 1, kWidenedRowTile>(job, job.scratch, g, 1);
 }
 
 template <ElementType T>
@@ -380,14 +381,14 @@ static void float_product(const FloatJob& job) {
             continue;
         }
         if constexpr (kUnpacksFirst && T != ElementType::F32) {
-            if (job.scratch && job.num_tokens >= 2 * kFloatRowTile) {
+            if (job.scratch && job.num_tokens >= 2 * kWidenedRowTile) {
                 for (; g < first + width; ++g) float_group_widened<T>(job, g, width);
             }
         }
         for (; g + kFloatGroupTile <= first + width; g += kFloatGroupTile) {
-            float_groups<T, kFloatGroupTile>(job, first_vector<T>(job, g), g, width);
+            float_groups<T, kFloatGroupTile, kFloatRowTile>(job, first_vector<T>(job, g), g, width);
         }
-        for (; g < first + width; ++g) float_groups<T, 1>(job, first_vector<T>(job, g), g, width);
+        for (; g < first + width; ++g) float_groups<T, 1, kFloatRowTile>(job, first_vector<T>(job, g), g, width);
     }
 }
 

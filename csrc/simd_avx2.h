@@ -16,8 +16,8 @@ constexpr bool kHasBf16Dot = false;
 constexpr bool kUnpacksFirst = true;  // unpacking costs as much as some of the product: once for many tokens
 constexpr int kQuantRowTile = 6;
 constexpr int kQuantGroupTile = 1;
-constexpr int kFloatRowTile = 6;
-constexpr int kFloatGroupTile = 1;
+constexpr int kFloatRowTile = 3;
+constexpr int kFloatGroupTile = 2;
 constexpr int kScoreRows = 3;
 constexpr int kScoreVectors = 2;
 
