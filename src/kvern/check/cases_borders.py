@@ -17,8 +17,8 @@ from kvern.spec.reach import Chunk, Window
 MAX_QUICK_BORDER = 64
 NUM_DECODED = 5
 
-PASSES = 13
-"""About how many times its border a case computes, in tokens."""
+PASSES = 20
+"""About how many times its border a case computes, in tokens, with the passes that it compares with."""
 
 MAX_WORK, MAX_SLOW_WORK = 1.5e13, 2e12
 """Multiplications by weights that a case may take unless asked for more: minutes on two cores; fewer where

@@ -225,6 +225,7 @@ class _Collector(Observer):
         self, contexts: Contexts, trace_layers: bool, sink: Sink, margins: Margins | None
     ) -> None:
         self._sink = sink
+        self._last: tuple[tuple[int, int, int], int] = (-1, -1, -1), 0
         self._margins = margins
         self._contexts = contexts
         self._trace = LayerTrace(trace_layers)
@@ -243,5 +244,11 @@ class _Collector(Observer):
         """The runner's observer."""
         if seq.regime != self._contexts.regime(position + 1):
             return
-        node = int(self._contexts.path(seq.token_ids(0, position + 1))[-1])
+        tokens = seq.token_ids(0, position + 1)
+        last, before = self._last
+        if last == (seq.seq_id, seq.regime, position - 1):
+            node = int(self._contexts.extend(before, tokens[-1:].tolist())[0])
+        else:
+            node = int(self._contexts.path(tokens.tolist())[-1])
+        self._last = (seq.seq_id, seq.regime, position), node
         self._sink(node, UncachedRow(row.copy(), self._trace.row(seq, position)))
