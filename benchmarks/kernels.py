@@ -6,6 +6,9 @@ Decode rows are bound by reading memory: the table says which share of the measu
 they reach (weights, or live keys and values, over time). Rows with many tokens are bound by
 arithmetic: the share of the measured int8, bf16 or float32 rate. Times are the least of the
 repetitions, since anything else on the machine only adds to them.
+
+Attention walks the layers of a model in turn, so that keys come from memory, over blocks in random
+order. torch's scaled_dot_product_attention gets each layer contiguous, which is its best case.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ import numpy as np
 
 from kvern.kernels.native import NativeBackend
 from kvern.kernels.protocol import AttendBatch, AttendParams, HostTensor, PagedStream
+from kvern.spec.codec import KV_FORMATS
+from kvern.store.streams import OpenForm
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM = 576, 1536, 9, 3, 64
 QUANTISED = {
@@ -34,7 +39,9 @@ QUANTISED = {
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
 }
-WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2}
+FORMATS = ("bf16", "int8", "fp16", "fp32")
+SIZES = ((512, 1), (2048, 1), (7500, 1), (512, 8), (2048, 8), (512, 32))
+PROMPTS = ((512, 512), (2048, 2048), (512, 7500), (16, 7016))
 
 
 @dataclass(frozen=True)
@@ -164,40 +171,71 @@ class Context:
             self.tables,
             positions.astype(np.int32),
             np.zeros(len(positions), np.int64),
+            seats=np.arange(num_seqs, dtype=np.int32),
         )
+
+
+def kv_bytes(kv_format: str, tokens: int) -> int:
+    """Bytes of one layer's keys and values."""
+    return sum(codec.stored_bytes(tokens, KV_HEADS, DIM) for codec in KV_FORMATS[kv_format])
 
 
 def make_context(
-    length: int, num_seqs: int, dtype: str, num_layers: int, block_size: int = 16
+    length: int,
+    num_seqs: int,
+    kv_format: str,
+    num_layers: int,
+    num_tokens: int,
+    block_size: int = 16,
 ) -> Context:
-    """A slab filled with small numbers (1.0 in every element)."""
+    """A slab whose vectors are all ones (int8: codes of 127, scales of 1 / 127)."""
     per_seq = -(-length // block_size)
-    half = KV_HEADS * block_size * DIM * WIDTHS[dtype]
-    pages = np.empty((per_seq * num_seqs + 1, num_layers * 2 * half), np.uint8)
-    one = {"fp32": b"\x00\x00\x80\x3f", "fp16": b"\x00\x3c", "bf16": b"\x80\x3f"}[dtype]
-    pages.reshape(-1, len(one))[:] = np.frombuffer(one, np.uint8)
+    codec = KV_FORMATS[kv_format][0]
+    half = codec.stored_bytes(block_size, KV_HEADS, DIM)
+    open_half = KV_HEADS * DIM * block_size * 2
+    pages = np.empty((per_seq * num_seqs + 1, num_layers * 2, half), np.uint8)
+    data, *scales = codec.regions(block_size, KV_HEADS, DIM)
+    ones = {"fp32": (0, 0, 0x80, 0x3F), "fp16": (0, 0x3C), "bf16": (0x80, 0x3F), "int8": (0x7F,)}
+    one = np.array(ones[kv_format], np.uint8)
+    pages[..., : data.num_bytes] = np.tile(one, data.num_bytes // len(one))
+    for region in scales:
+        part = np.full(region.num_bytes // 4, 1 / 127, np.float32).view(np.uint8)
+        pages[..., region.offset : region.offset + region.num_bytes] = part
+    pages = pages.reshape(len(pages), -1)
+    opened = np.zeros((num_seqs, 2 * open_half), np.uint8)
+    rows = np.zeros((num_seqs * num_tokens, KV_HEADS, 2 * DIM), np.uint8)
+
+    def stream(layer: int, part: int) -> PagedStream:
+        place = None if codec.is_wide else OpenForm(opened, part * open_half, rows)
+        stored = None if codec.is_wide else codec
+        at = (2 * layer + part) * half
+        return PagedStream(pages, at, kv_format, KV_HEADS, block_size, DIM, stored, place)
+
     ids = np.random.default_rng(0).permutation(per_seq * num_seqs) + 1
-    layers = [
-        tuple(
-            PagedStream(pages, (2 * i + part) * half, dtype, KV_HEADS, block_size, DIM)
-            for part in (0, 1)
-        )
-        for i in range(num_layers)
-    ]
+    layers = [(stream(i, 0), stream(i, 1)) for i in range(num_layers)]
     return Context(layers, ids.astype(np.int32).reshape(num_seqs, per_seq), length)
 
 
+def layers_for(kv_format: str, length: int, num_seqs: int) -> int:
+    """As many layers as make keys and values come from memory, 30 at most."""
+    return max(1, min(30, (256 << 20) // (num_seqs * kv_bytes(kv_format, length))))
+
+
+def reading(case: str, seconds: float, num_bytes: int, limits: Limits) -> Row:
+    """A row that memory bounds."""
+    rate = num_bytes / seconds
+    return Row(case, seconds, rate / 1e9, "GB/s", "reads", rate / limits.read_bytes_per_s)
+
+
 def attend_rows(backend: NativeBackend, limits: Limits, timer: Timer) -> Iterator[Row]:
-    """Decoding over contexts and batches, and prompts in chunks."""
+    """Decoding over contexts, batches and formats, and prompts in chunks."""
     params = AttendParams(scale=DIM**-0.5)
     rng = np.random.default_rng(0)
     is_wide = backend.kernel_path == "avx512"
-    for dtype in WIDTHS:
-        for length, num_seqs in ((512, 1), (7500, 1), (512, 32), (2048, 8)):
-            num_layers = max(
-                1, min(30, (256 << 20) // (length * num_seqs * KV_HEADS * DIM * 2 * WIDTHS[dtype]))
-            )
-            context = make_context(length, num_seqs, dtype, num_layers)
+    for length, num_seqs in SIZES:
+        for kv_format in FORMATS:
+            num_layers = layers_for(kv_format, length, num_seqs)
+            context = make_context(length, num_seqs, kv_format, num_layers, 1)
             q = rng.standard_normal((num_seqs, HEADS, DIM)).astype(np.float32)
             out, batch = np.empty_like(q), context.batch(1)
 
@@ -205,35 +243,24 @@ def attend_rows(backend: NativeBackend, limits: Limits, timer: Timer) -> Iterato
                 for keys, values in context.layers:
                     backend.attend(q, keys, values, batch, params, out)
 
-            seconds = timer.least(step)
-            total = length * num_seqs * KV_HEADS * DIM * 2 * WIDTHS[dtype] * num_layers
-            rate = total / seconds
-            yield Row(
-                f"attend {dtype}, {num_seqs} x {length}, 1 token",
-                seconds / num_layers,
-                rate / 1e9,
-                "GB/s",
-                "reads",
-                rate / limits.read_bytes_per_s,
+            seconds = timer.least(step) / num_layers
+            total = num_seqs * kv_bytes(kv_format, length)
+            yield reading(
+                f"attend {kv_format}, {num_seqs} x {length}, 1 token", seconds, total, limits
             )
-        for tokens, length in ((512, 512), (2048, 2048), (512, 7500), (16, 7500)):
-            context = make_context(length, 1, dtype, 1)
+    for tokens, length in PROMPTS:
+        for kv_format in FORMATS:
+            context = make_context(length, 1, kv_format, 1, tokens)
             q = rng.standard_normal((tokens, HEADS, DIM)).astype(np.float32)
             out, batch = np.empty_like(q), context.batch(tokens)
             keys, values = context.layers[0]
             seconds = timer.least(partial(backend.attend, q, keys, values, batch, params, out))
             pairs = backend.attend(q, keys, values, batch, params, out)
             rate = 4.0 * pairs * HEADS * DIM / seconds
-            bound = "bf16" if dtype == "bf16" and is_wide else "fp32"
+            bound = "bf16" if kv_format == "bf16" and is_wide else "fp32"
             limit = limits.bf16_ops_per_s if bound == "bf16" else limits.fp32_ops_per_s
-            yield Row(
-                f"attend {dtype}, {tokens} tokens at {length}",
-                seconds,
-                rate / 1e9,
-                "Gop/s",
-                bound,
-                rate / limit,
-            )
+            case = f"attend {kv_format}, {tokens} tokens at {length}"
+            yield Row(case, seconds, rate / 1e9, "Gop/s", bound, rate / limit)
 
 
 def torch_rows(threads: int, limits: Limits, timer: Timer) -> Iterator[Row]:
@@ -242,34 +269,32 @@ def torch_rows(threads: int, limits: Limits, timer: Timer) -> Iterator[Row]:
 
     torch.set_num_threads(threads)
     attend = torch.nn.functional.scaled_dot_product_attention
-    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        for tokens, length in ((1, 7500), (2048, 2048)):
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
+        for length, num_seqs in SIZES:
+            num_layers = layers_for(name, length, num_seqs)
+            q = torch.randn(num_seqs, HEADS, 1, DIM, dtype=dtype)
+            kv = torch.ones(num_layers, 2, num_seqs, KV_HEADS, length, DIM, dtype=dtype)
+
+            def step(q=q, kv=kv) -> None:
+                with torch.inference_mode():
+                    for k, v in kv:
+                        attend(q, k, v, enable_gqa=True)
+
+            seconds = timer.least(step) / num_layers
+            total = num_seqs * kv_bytes(name, length)
+            yield reading(
+                f"torch sdpa {name}, {num_seqs} x {length}, 1 token", seconds, total, limits
+            )
+        for tokens, length in PROMPTS[:2]:
             q = torch.randn(1, HEADS, tokens, DIM, dtype=dtype)
             k, v = (torch.randn(1, KV_HEADS, length, DIM, dtype=dtype) for _ in range(2))
-            causal = tokens > 1
             with torch.inference_mode():
-                seconds = timer.least(partial(attend, q, k, v, is_causal=causal, enable_gqa=True))
-            if tokens == 1:
-                rate = 2.0 * k.numel() * k.element_size() / seconds
-                yield Row(
-                    f"torch sdpa {name}, 1 x {length}, 1 token",
-                    seconds,
-                    rate / 1e9,
-                    "GB/s",
-                    "reads",
-                    rate / limits.read_bytes_per_s,
-                )
-            else:
-                rate = 4.0 * tokens * (tokens + 1) / 2 * HEADS * DIM / seconds
-                limit = limits.bf16_ops_per_s if name == "bf16" else limits.fp32_ops_per_s
-                yield Row(
-                    f"torch sdpa {name}, {tokens} tokens at {length}",
-                    seconds,
-                    rate / 1e9,
-                    "Gop/s",
-                    name,
-                    rate / limit,
-                )
+                seconds = timer.least(partial(attend, q, k, v, is_causal=True, enable_gqa=True))
+            rate = 4.0 * tokens * (tokens + 1) / 2 * HEADS * DIM / seconds
+            bound = "bf16" if name == "bf16" else "fp32"
+            limit = limits.bf16_ops_per_s if name == "bf16" else limits.fp32_ops_per_s
+            case = f"torch sdpa {name}, {tokens} tokens at {length}"
+            yield Row(case, seconds, rate / 1e9, "Gop/s", bound, rate / limit)
 
 
 def main() -> None:
