@@ -223,11 +223,37 @@ static void delta(const DeltaShape& s, const StateRows& seq, int head, int64_t c
     close_tile(tile, s.state, seq, element, s.key_dim, cols, s.value_dim);
 }
 
+// One token on R rows of a state, so that b and c are read once for all of them.
+template <StreamType T, int R>
+static inline void scan_token(float* s, int64_t stride, int state_dim, const float* x, float step, F decay, const float* b,
+                              const float* c, float skip, float* out) {
+    F input[R], sum[R];
+    for (int r = 0; r < R; ++r) {
+        input[r] = f_set1(x[r] * step);
+        sum[r] = f_zero();
+    }
+    const auto advance = [&](int n, F bn, F cn) {
+        for (int r = 0; r < R; ++r) {
+            float* at = s + r * stride + n;
+            const F next = rounded<T>(f_fma(input[r], bn, f_mul(f_load(at), decay)));
+            f_store(at, next);
+            sum[r] = f_fma(next, cn, sum[r]);
+        }
+    };
+    int n = 0;
+    for (; n + 16 <= state_dim; n += 16) advance(n, f_load(b + n), f_load(c + n));
+    const int rest = state_dim - n;
+    if (rest) advance(n, f_load_n(b + n, rest), f_load_n(c + n, rest));  // the tile is a copy, padded with zeros
+    for (int r = 0; r < R; ++r) {
+        const float skipped = x[r] * skip;
+        out[r] = f_sum(sum[r]) + skipped;
+    }
+}
+
 template <StreamType T>
 static void scan_rows(const ScanShape& s, const StateRows& seq, int head, int64_t row, int rows, Tile tile) {
     const int64_t width = static_cast<int64_t>(s.heads) * s.head_dim;
     const int64_t group = head / (s.heads / s.groups);
-    const F none = f_zero();
     for (int64_t t = seq.first; t < seq.first + seq.count; ++t) {
         const float* x = s.xbc + t * s.xbc_stride + static_cast<int64_t>(head) * s.head_dim + row;
         const float* b = s.xbc + t * s.xbc_stride + width + group * s.state_dim;
@@ -237,25 +263,12 @@ static void scan_rows(const ScanShape& s, const StateRows& seq, int head, int64_
         step = step > s.high ? s.high : step;
         const F decay = f_set1(exp_scalar(step * s.decay[head]));
         float* to = s.out + t * s.out_stride + static_cast<int64_t>(head) * s.head_dim + row;
-        for (int d = 0; d < rows; ++d) {
-            const F input = f_set1(x[d] * step);
-            float* at = tile.data + d * tile.stride;
-            F sum = none;
-            int n = 0;
-            for (; n + 16 <= s.state_dim; n += 16) {
-                const F next = rounded<T>(f_fma(input, f_load(b + n), f_mul(f_load(at + n), decay)));
-                f_store(at + n, next);
-                sum = f_fma(next, f_load(c + n), sum);
-            }
-            const int rest = s.state_dim - n;
-            if (rest) {  // the tile is a copy here, padded with zeros
-                const F next = rounded<T>(f_fma(input, f_load_n(b + n, rest), f_mul(f_load(at + n), decay)));
-                f_store(at + n, next);
-                sum = f_fma(next, f_load_n(c + n, rest), sum);
-            }
-            const float skipped = x[d] * s.skip[head];
-            to[d] = f_sum(sum) + skipped;
-        }
+        const auto some = [&](auto run, int d) {
+            run(tile.data + d * tile.stride, tile.stride, s.state_dim, x + d, step, decay, b, c, s.skip[head], to + d);
+        };
+        int d = 0;
+        for (; d + 4 <= rows; d += 4) some(scan_token<T, 4>, d);
+        for (; d < rows; ++d) some(scan_token<T, 1>, d);
     }
 }
 
