@@ -20,7 +20,7 @@ NUM_DECODED = 5
 PASSES = 20
 """About how many times its border a case computes, in tokens, with the passes that it compares with."""
 
-MAX_WORK, MAX_SLOW_WORK = 1.5e13, 2e12
+MAX_WORK, MAX_SLOW_WORK = 1e13, 2e12
 """Multiplications by weights that a case may take unless asked for more: minutes on two cores; fewer where
 numpy computes."""
 
