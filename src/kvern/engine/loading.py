@@ -18,6 +18,7 @@ from kvern.engine.settings import EngineSettings
 from kvern.errors import CapacityError, ModelError, UsageError
 from kvern.kernels.protocol import Backend
 from kvern.models.caches import require_same_caches
+from kvern.models.config import DecoderConfig
 from kvern.models.decoder import Decoder
 from kvern.models.families import family_of
 from kvern.models.weights import WeightSource, open_weights
@@ -164,7 +165,7 @@ def _load_weights(model: str | Path, settings: EngineSettings) -> LoadedWeights:
         weights_format=settings.weights_format,
         decoder=Decoder(decoder_config, family, source, backend, settings.weights_format),
         tokenizer=_tokenizer(path, header),
-        fingerprint=fingerprint(source),
+        fingerprint=fingerprint(source, decoder_config),
         nbytes=source.nbytes,
         is_quantised=any(t.type not in WIDE_TYPES for t in source.tensors.values()),
     )
@@ -215,12 +216,14 @@ def _tokenizer(path: Path, header: GGUFHeader | None) -> Tokenizer | None:
     return Tokenizer.from_file(path) if (path / "tokenizer.json").exists() else None
 
 
-def fingerprint(source: WeightSource) -> str:
-    """Which weights these are: names, types, shapes and a sample of every tensor's bytes, hashed.
+def fingerprint(source: WeightSource, config: DecoderConfig) -> str:
+    """Which model this is: its decoder's configuration, and of every tensor the name, type, shape and a sample.
 
-    It tells models apart that share a pool's index. It reads a few KiB per tensor, not the whole file.
+    It tells models apart that share a pool's index: equal weights with another rope scaling are another
+    model. It reads a few KiB per tensor, not the whole file.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"kvern-weights")
+    digest.update(repr(config).encode() + b"\0")
     for name in sorted(source.tensors):
         tensor = source.tensors[name]
         digest.update(f"{name}\0{tensor.type}\0{tensor.shape}\0{tensor.nbytes}\0".encode())
