@@ -55,11 +55,20 @@ def test_every_case_is_there_and_bit_identical(engine, require_native: None) -> 
     assert all(case.largest == 0 for case in report.cases if case.name != "full-pass")
 
 
-@pytest.mark.parametrize("kv_format", ["fp32", "bf16"])
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+@pytest.mark.parametrize("kv_format", ["int8", "int8;0=bf16"])
+def test_int8_passes_too(engine, kv_format: str, block_size: int) -> None:
+    report = check(engine(kv_format=kv_format, block_size=block_size, kv_memory="4MiB"), QUICK)
+    assert report.is_healthy, report_lines(report)
+    if report.tolerance == 0:
+        assert all(case.largest == 0 for case in report.cases if case.name != "full-pass")
+
+
+@pytest.mark.parametrize("kv_format", ["fp32", "bf16", "int8"])
 def test_the_reference_backend_stays_within_its_tolerance(engine, kv_format: str) -> None:
     report = check(engine(backend="reference", kv_format=kv_format), QUICK)
     assert report.is_healthy, report_lines(report)
-    assert report.tolerance == {"fp32": 1e-4, "bf16": 3e-3}[kv_format]
+    assert report.tolerance == {"fp32": 1e-4, "bf16": 3e-3, "int8": 3e-2}[kv_format]
 
 
 def test_the_checked_engine_itself_stays_as_it_was(engine) -> None:

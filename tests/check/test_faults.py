@@ -60,6 +60,38 @@ def test_faults_are_named_at_other_block_sizes(engine, name: str, block_size: in
     assert injection.fault == report.faults[0], report.faults
 
 
+IN_INT8 = [name for name in INJECTIONS if name != "copy_tail_too_far"]
+"""Narrow formats share whole blocks: there is no tail to copy."""
+
+QUICKEST = [
+    "top_left_mask",
+    "table_points_at_neighbour",
+    "write_into_sealed",
+    "skip_last_token",
+    "claim_unwritten",
+    "write_into_sibling",
+]
+
+
+@pytest.mark.usefixtures("require_native")
+@pytest.mark.parametrize("name", QUICKEST)
+@pytest.mark.parametrize("tampers_last", [False, True])
+def test_faults_are_named_in_int8(engine, name: str, tampers_last: bool) -> None:
+    if tampers_last and name not in BY_CAUSE:
+        pytest.skip("lies inside the kernels")
+    _expect_named(engine(kv_format="int8"), name, tampers_last=tampers_last)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("require_native")
+@pytest.mark.parametrize("name", IN_INT8)
+@pytest.mark.parametrize("tampers_last", [False, True])
+def test_every_fault_is_named_in_int8(engine, name: str, tampers_last: bool) -> None:
+    if tampers_last and name not in BY_CAUSE:
+        pytest.skip("lies inside the kernels")
+    _expect_named(engine(kv_format="int8"), name, tampers_last=tampers_last)
+
+
 def test_every_fault_of_the_proof_has_an_injection() -> None:
     proven = {injection.fault for injection in INJECTIONS.values()}
     symptoms = {Fault.UNEXPLAINED, Fault.NO_HIT, Fault.INVARIANT, Fault.ACCOUNTING, Fault.FULL_PASS}

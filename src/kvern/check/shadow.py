@@ -361,10 +361,12 @@ class Shadow:
         own, writer = self.path(chunk.seq, end), self.writer_of(chunk.seq)
         sealed = np.arange(start // size * size, end // size * size)
         if index not in self._writes_at_once and len(sealed):
-            content = own[sealed].copy()
-            num_kept = min(start % size, len(sealed))
-            content[:num_kept] = opened.content[seat * size : seat * size + num_kept]
-            group.write(group.slots(table, sealed), content, writer)
+            content, slots = own[sealed].copy(), group.slots(table, sealed)
+            kept_slots = slice(seat * size, seat * size + min(start % size, len(sealed)))
+            num_kept = kept_slots.stop - kept_slots.start
+            content[:num_kept] = opened.content[kept_slots]
+            group.write(slots, content, writer)
+            group.writer[slots[:num_kept]] = opened.writer[kept_slots]
         kept = np.arange(max(start, end // size * size), end)
         opened.write(seat * size + kept % size, own[kept], writer)
 

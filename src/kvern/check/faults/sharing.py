@@ -34,6 +34,8 @@ def skip_last_token(llm: LLM) -> None:
             place = int(batches[0].cu_seqlens_q[row])
             tokens[place] = chunk.seq.token_ids(chunk.start - 1, chunk.start)[0]
             for index, batch in enumerate(changed):
+                if batch.seats is not None:
+                    continue  # one token fewer would seal the block before once more
                 positions, seq_lens = batch.positions.copy(), batch.seq_lens.copy()
                 positions[place] -= 1
                 seq_lens[row] -= 1
@@ -130,7 +132,10 @@ def forget_generated_token(llm: LLM) -> None:
 
 
 def write_into_sibling(llm: LLM) -> None:
-    """Samples of one request go on writing into the block that they shared at the fork."""
+    """Samples of one request go on writing into the block that they shared at the fork.
+
+    Of open blocks in narrow formats they change places at their first token.
+    """
 
     def change(token_ids: Any, batches: Batches, chunks: Sequence[Chunk]) -> tuple[Any, Batches]:
         first_of: dict[int, int] = {}
@@ -151,10 +156,12 @@ def write_into_sibling(llm: LLM) -> None:
             if row != leader + 1 or chunks[leader].start != chunk.start:
                 continue
             for batch in changed:
+                if batch.seats is not None:
+                    if chunk.start == chunk.seq.num_prompt_tokens:
+                        batch.seats[[row, leader]] = batch.seats[[leader, row]]
+                    continue
                 index = chunk.start // llm.settings.block_size
                 batch.block_tables[row, index] = batch.block_tables[leader, index]
-                if batch.seats is not None:
-                    batch.seats[[row, leader]] = batch.seats[[leader, row]]
                 places = batch.cu_seqlens_q[[row, leader]]
                 # Two rows that write one slot would add a race between threads: they change places.
                 batch.slot_mapping[places] = batch.slot_mapping[places[::-1]]
