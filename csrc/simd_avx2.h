@@ -316,7 +316,11 @@ static inline F f_from_bf16_lanes(F x) {
 using D = __m256;
 constexpr int kDotLanes = 8;
 static inline D d_zero() { return _mm256_setzero_ps(); }
-static inline D d_mac(D acc, D x, D y) { return _mm256_fmadd_ps(x, y, acc); }
+static inline D d_mac(D acc, D x, D y) {
+    acc = _mm256_fmadd_ps(x, y, acc);
+    asm("" : "+x"(acc));  // as in j_mac
+    return acc;
+}
 static inline D d_load(const float* p) { return _mm256_loadu_ps(p); }
 static inline D d_load_fp32(const uint8_t* p, int step) {
     return _mm256_loadu_ps(reinterpret_cast<const float*>(p) + 8 * step);
@@ -345,7 +349,11 @@ static inline W w_load(const int16_t* p) { return _mm256_loadu_si256(reinterpret
 static inline W w_load_i8(const int8_t* p) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
-static inline J j_mac(J acc, W x, W y) { return _mm256_add_epi32(acc, _mm256_madd_epi16(x, y)); }
+static inline J j_mac(J acc, W x, W y) {
+    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(x, y));
+    asm("" : "+x"(acc));  // or gcc 12 gathers the products first and has no registers left for the sums
+    return acc;
+}
 static inline void j_sums4(J a, J b, J c, J d, float* to) {
     const __m256i ab = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
     const __m256i cd = _mm256_add_epi32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
@@ -359,6 +367,7 @@ static inline I i_mac_pairs(I acc, const uint32_t* pairs, uint32_t word) {
     const __m256i* p = reinterpret_cast<const __m256i*>(pairs);
     acc.a = _mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_loadu_si256(p), w));
     acc.b = _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_loadu_si256(p + 1), w));
+    asm("" : "+x"(acc.a), "+x"(acc.b));  // as in j_mac
     return acc;
 }
 // 16 features of two keys side by side, as int16.
