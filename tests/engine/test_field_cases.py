@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.engine.conftest import write_tiny_model
-from tests.kernels.batches import slots_batch
 
 from kvern import LLM, AsyncLLM, SamplingParams
 from kvern.engine.runner import Observer
 from kvern.errors import KvernError
-from kvern.kernels.protocol import AttendBatch, AttendParams, PagedStream
-from kvern.store.dtypes import STORED_BYTES
+from kvern.kernels.protocol import AttendBatch, AttendParams
+from kvern.spec import All, Heads, KVCacheSpec, LayerSpec, ModelSpec, make_kv_plan
+from kvern.store.pool import PagedStore
 
 Make = Any
 EXACT = {"kv_format": "fp32", "weights_format": "fp32"}
@@ -353,39 +353,56 @@ def test_pos_003_a_rotation_that_depends_on_length(tmp_path: Any) -> None:
             assert_equal(llm, got, want)
 
 
-@pytest.mark.parametrize("kv_format", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("kv_format", ["fp32", "fp16", "bf16", "int8"])
 def test_msk_004_a_passkey_in_an_uneven_batch_is_found(make_tiny: Make, kv_format: str) -> None:
     """One key far ahead of all others: every format attends to it, and to no slot past its own row."""
     with make_tiny() as llm:
         backend = llm.model.backend
     rng = np.random.default_rng(9)
-    lengths, heads, dim, block = (5, 40, 129), 2, 32, 16
-    num_blocks = 1 + sum(-(-n // block) for n in lengths)
-    size = STORED_BYTES[kv_format] * heads * block * dim
-    pages = np.full((num_blocks, 2 * size), 0xFF, np.uint8)
-    keys = PagedStream(pages, 0, kv_format, heads, block, dim)
-    values = PagedStream(pages, size, kv_format, heads, block, dim)
-    tables = np.zeros((3, -(-129 // block)), np.int32)
+    lengths, heads, dim = (5, 40, 129), 2, 32
+    content = Heads(heads, dim, dim)
+    layers = (LayerSpec(0, "attention", (KVCacheSpec(content, All()),)),)
+    num_blocks = 1 + sum(-(-n // 16) for n in lengths)
+    plan = make_kv_plan(
+        ModelSpec("toy", "Toy", "toy", 1, layers), kv_format, 16, None, num_blocks, max_num_seqs=3
+    )
+    store = PagedStore(plan, max(lengths))
+    for memory in (store.pages, *store.open_pages, *store.rows.values()):
+        memory[...] = 0xFF
+    found = store.streams(0)
+    assert found is not None
+    keys, values = found[1]
+    tables = np.zeros((3, -(-129 // 16)), np.int32)
     free = iter(range(1, num_blocks))
+
+    def step(rows: list[int], starts: list[int], ends: list[int]) -> AttendBatch:
+        position = np.concatenate([np.arange(a, b) for a, b in zip(starts, ends, strict=True)])
+        counts = np.subtract(ends, starts)
+        blocks = tables[np.repeat(rows, counts), position // 16].astype(np.int64)
+        return AttendBatch(
+            np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
+            np.array(ends, np.int32),
+            tables[rows],
+            position.astype(np.int32),
+            blocks * 16 + position % 16,
+            seats=np.array(rows, np.int32),
+        )
+
     q = rng.normal(size=(3, heads, dim)).astype(np.float32)
-    expected = []
+    expected, last = [], []
     for row, length in enumerate(lengths):
-        tables[row, : -(-length // block)] = [next(free) for _ in range(-(-length // block))]
-        token = np.arange(length)
-        slots = tables[row][token // block].astype(np.int64) * block + token % block
+        tables[row, : -(-length // 16)] = [next(free) for _ in range(-(-length // 16))]
         k = rng.normal(size=(length, heads, dim)).astype(np.float32)
         v = rng.normal(size=(length, heads, dim)).astype(np.float32)
         k[length // 3] = 4 * q[row]
-        backend.append(k, keys, slots_batch(slots))
-        backend.append(v, values, slots_batch(slots))
+        prompt = step([row], [0], [length - 1])
+        backend.append(k[:-1], keys, prompt)
+        backend.append(v[:-1], values, prompt)
         expected.append(v[length // 3])
-    batch = AttendBatch(
-        np.arange(4, dtype=np.int32),
-        np.array(lengths, np.int32),
-        tables,
-        np.array(lengths, np.int32) - 1,
-        np.zeros(3, np.int64),
-    )
+        last.append((k[-1], v[-1]))
+    batch = step([0, 1, 2], [length - 1 for length in lengths], list(lengths))
+    for stream, x in zip((keys, values), zip(*last, strict=True), strict=True):
+        backend.append(np.stack(x), stream, batch)
     out = np.empty((3, heads, dim), np.float32)
     pairs = backend.attend(q, keys, values, batch, AttendParams(1.0), out)
     assert pairs == sum(lengths)
