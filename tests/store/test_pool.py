@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tests.kernels.batches import slots_batch
 
-from kvern.core.plan import Copy, Zero
+from kvern.core.plan import Copy, CopyOpen, Zero
 from kvern.errors import UsageError
 from kvern.kernels.reference import ReferenceBackend, gather
+from kvern.kernels.reference_narrow import open_view
 from kvern.spec.codec import KV_FORMATS, stored_formats
 from kvern.spec.content import Heads
 from kvern.spec.groups import KVPlan, make_kv_plan
@@ -91,7 +94,75 @@ def test_formats_that_the_engine_cannot_store_are_refused_by_name() -> None:
     for name in narrow:
         heads = LayerSpec(0, "attention", (KVCacheSpec(Heads(1, 32, 32), All()),))
         model = ModelSpec("toy", "Toy", "toy", 1, (heads,))
-        with pytest.raises(
-            UsageError, match=r"not yet stored.*choose fp32, fp16, bf16, int8"
-        ):
+        with pytest.raises(UsageError, match=r"not yet stored.*choose fp32, fp16, bf16, int8"):
             PagedStore(make_kv_plan(model, name, 32, num_blocks=2))
+
+
+def narrow_store(kv_format: str) -> PagedStore:
+    heads = Heads(2, 8, 4)
+    layers = tuple(LayerSpec(i, "attention", (KVCacheSpec(heads, All()),)) for i in range(3))
+    model = ModelSpec("toy", "Toy", "toy", 3, layers)
+    return PagedStore(make_kv_plan(model, kv_format, 4, num_blocks=6, max_num_seqs=3), 10)
+
+
+def test_open_pages_and_rows_hold_narrow_layers_alone() -> None:
+    store = narrow_store("int8;1=fp16")
+    (pages,) = store.open_pages
+    assert pages.shape == (3, 2 * 2 * 4 * (8 + 4) * 2)
+    assert sorted(rows.shape for rows in store.rows.values()) == [(10, 16), (10, 32)]
+    assert store.open_bytes == store.plan.open_bytes == pages.nbytes
+    assert store.row_bytes == store.plan.row_bytes(10) == 480
+    streams = [streams_of(store, layer)[1] for layer in range(3)]
+    assert [[s.open is not None for s in pair] for pair in streams] == [
+        [True, True],
+        [False, False],
+        [True, True],
+    ]
+    first, last = streams[0][0].open, streams[2][0].open
+    assert first is not None
+    assert last is not None
+    assert np.shares_memory(first.rows, last.rows)  # layers of one geometry take turns
+    assert (first.offset, last.offset) == (0, 2 * 4 * (8 + 4) * 2)
+
+
+def test_an_open_copy_moves_narrow_layers_and_a_copy_the_others() -> None:
+    store = narrow_store("int8;1=fp16")
+    rng = np.random.default_rng(2)
+    for memory in (store.pages, *store.open_pages):
+        memory[:] = rng.integers(1, 255, memory.shape, dtype=np.uint8)
+    pages, (opened,) = store.pages.copy(), (store.open_pages[0].copy(),)
+    store.execute([Copy(2, 5, 3, 0), CopyOpen(0, 2, 3, 0)])
+    changed = np.flatnonzero((store.pages != pages).any(axis=1)).tolist()
+    assert changed == [5]
+    wide = streams_of(store, 1)[1]
+    size = 2 * 4 * (8 + 4) * 2
+    outside = np.r_[0 : wide[0].offset, wide[0].offset + size : store.pages.shape[1]]
+    np.testing.assert_array_equal(store.pages[5, outside], pages[5, outside])
+    view = store.open_pages[0].reshape(3, -1)
+    assert np.flatnonzero((view != opened).any(axis=1)).tolist() == [2]
+    for layer in (0, 2):
+        for stream in streams_of(store, layer)[1]:
+            got, old = open_view(stream), open_view(replace_open(stream, opened))
+            np.testing.assert_array_equal(got[2, :, :3], old[0, :, :3])
+            np.testing.assert_array_equal(got[2, :, 3:], old[2, :, 3:])
+    store.execute([Copy(1, 4, 4, 0)])  # a whole block: sealed codes and all
+    np.testing.assert_array_equal(store.pages[4], pages[1])
+
+
+def replace_open(stream: PagedStream, pages: np.ndarray) -> PagedStream:
+    assert stream.open is not None
+    return replace(stream, open=replace(stream.open, pages=pages))
+
+
+def test_a_layer_that_lends_its_cache_has_rows_of_its_own() -> None:
+    own = KVCacheSpec(Heads(2, 8, 4), All())
+    layers = (own, own, replace(own, share_with=0))
+    model = ModelSpec(
+        "toy", "Toy", "toy", 3, tuple(LayerSpec(i, "a", (cache,)) for i, cache in enumerate(layers))
+    )
+    store = PagedStore(make_kv_plan(model, "int8", 4, num_blocks=6), 10)
+    lender, other = (streams_of(store, layer)[1][0].open for layer in (0, 1))
+    assert lender is not None
+    assert other is not None
+    assert not np.shares_memory(lender.rows, other.rows)
+    assert store.row_bytes == store.plan.row_bytes(10) == 2 * 480
