@@ -403,7 +403,7 @@ def test_nemotron_pattern_and_minimax_list() -> None:
         (llama(hidden_size=65), ModelError, "hidden_size 65 is no multiple"),
         (llama(head_dim="64"), ModelError, "head_dim is '64'"),
         (llama(model_type="mistral", sliding_window=-1), ModelError, "sliding_window is -1"),
-        (llama(model_type="gemma2"), MissingFieldError, "lacks sliding_window"),
+        (llama(layer_types=["sliding_attention"] * 4), MissingFieldError, "lacks sliding_window"),
         (llama(model_type="gemma3n_text", sliding_window=8, num_kv_shared_layers=4), ModelError,
          "none stores"),
         (llama(rope_scaling=None, tie_word_embeddings="yes"), ModelError, "true or false"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvern.models.names import TensorNames
+from kvern.spec.configs.absent import with_absent_fields
 from kvern.spec.regimes import PositionRegimes
 
 Config = Mapping[str, Any]
@@ -296,7 +297,7 @@ class Family:
         name: for messages.
         architectures: ``architectures`` entries of config.json that belong to it.
         gguf_architectures: ``general.architecture`` values that belong to it.
-        describe: configuration to `DecoderConfig`; refuses what the decoder does not do, by name.
+        read: text configuration to `DecoderConfig`; refuses what the decoder does not do, by name.
         hf_names: tensor names in a Hugging Face folder.
         gguf_names: tensor names in a GGUF file; None when the family has no GGUF reader here.
         gguf_rope_interleaved: GGUF files of this family store q and k rows so that rotary pairs are
@@ -311,10 +312,24 @@ class Family:
     name: str
     architectures: tuple[str, ...]
     gguf_architectures: tuple[str, ...]
-    describe: Callable[[Config], DecoderConfig]
+    read: Callable[[Config], DecoderConfig]
     hf_names: TensorNames
     gguf_names: TensorNames | None = None
     gguf_rope_interleaved: bool = False
     fused_rows: Callable[[LayerConfig], Any] | None = None
     is_transposed: bool = False
     variant: Callable[[Config, Family], Family] | None = None
+
+    def describe(self, config: Config) -> DecoderConfig:
+        """Read a configuration, or the text part of one with pictures or sound.
+
+        A field that it leaves out means what its model type implies.
+
+        Raises:
+            ModelError: a field is missing or cannot be meant.
+            UnsupportedModelError: what the decoder does not compute, by name.
+        """
+        inner = config.get("text_config")
+        is_nested = isinstance(inner, Mapping)
+        merged = {**config, **inner} if isinstance(inner, Mapping) else config
+        return self.read(with_absent_fields(merged, is_nested))

@@ -37,7 +37,7 @@ COHERE = Family(
     name="cohere",
     architectures=("CohereForCausalLM",),
     gguf_architectures=("command-r",),
-    describe=describe,
+    read=describe,
     hf_names=replace(HF_NAMES, mlp_norm=None),
     gguf_names=replace(GGUF_NAMES, mlp_norm=None),
     gguf_rope_interleaved=True,

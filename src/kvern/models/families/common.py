@@ -65,18 +65,6 @@ def flag(config: Config, field: str, default: bool = False) -> bool:
     return default if value is None else bool(value)
 
 
-def text_config(config: Config) -> Config:
-    """The text model's part of a multimodal configuration, or the configuration itself."""
-    inner = config.get("text_config")
-    return {**config, **inner} if isinstance(inner, Mapping) else config
-
-
-def with_defaults(config: Config, **defaults: Any) -> Config:
-    """The configuration with a family's own defaults where a field is absent or null."""
-    missing = {name: value for name, value in defaults.items() if config.get(name) is None}
-    return {**config, **missing} if missing else config
-
-
 def refuse(config: Config, field: str, allowed: object, family: str) -> None:
     """Refuse a field that switches on what the decoder does not compute."""
     value = config.get(field, allowed)
@@ -129,8 +117,32 @@ def expert_count(config: Config) -> int:
 
 def head_dim_of(config: Config) -> int:
     """``head_dim``, or the hidden size divided among the heads."""
+    if config.get("head_dim") is not None:
+        return integer(config, "head_dim")
     hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
-    return optional_integer(config, "head_dim", hidden // heads)
+    if hidden % heads:
+        raise ModelError(
+            f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, "
+            "and head_dim is absent"
+        )
+    return hidden // heads
+
+
+def owner_of(kinds: Sequence[str], index: int, first_shared: int) -> int | None:
+    """The layer whose cache a layer reads: from ``first_shared`` on the last before it of its kind.
+
+    Raises:
+        ModelError: there is none.
+    """
+    if index < first_shared:
+        return None
+    owners = [i for i in range(max(first_shared, 0)) if kinds[i] == kinds[index]]
+    if not owners:
+        raise ModelError(
+            f"layer {index} of {len(kinds)} would read a {kinds[index]} layer's cache, and none of "
+            f"the {max(first_shared, 0)} layers that store one is of that kind"
+        )
+    return owners[-1]
 
 
 def rope_of(
@@ -164,7 +176,7 @@ def rope_of(
     base = scaling.get("rope_theta")
     positions = optional_integer(config, "max_position_embeddings", DEFAULT_POSITIONS)
     original = optional_integer(config, "original_max_position_embeddings", positions)
-    if "original_max_position_embeddings" not in scaling and original != positions:
+    if original != positions:  # beside the table it goes before what the table says
         scaling = {**scaling, "original_max_position_embeddings": original}
     return RopeConfig(
         theta=number(config, "rope_theta", theta) if base is None else float(base),

@@ -27,7 +27,6 @@ from kvern.models.families.common import (
     optional_integer,
     rope_of,
     usual_decoder,
-    with_defaults,
 )
 from kvern.models.names import GGUF_NAMES, HF_NAMES
 from kvern.models.rope import scaling_kind
@@ -61,7 +60,7 @@ def _layer(config: Config, inner: int, interleaved: bool) -> LayerConfig:
         num_heads=integer(config, "num_attention_heads"),
         num_kv_heads=1,
         key_dim=latent_dim + rope_dim,
-        value_dim=optional_integer(config, "v_head_dim", nope),
+        value_dim=integer(config, "v_head_dim"),
         scale=scale,
         intermediate_size=inner,
         activation=activation(config, "silu"),
@@ -136,8 +135,11 @@ def describe_v3(config: Config) -> DecoderConfig:
 
 def describe_minicpm3(config: Config) -> DecoderConfig:
     """Read a MiniCPM3 configuration: embeddings, residuals and logits are scaled."""
-    config = with_defaults(config, rms_norm_eps=1e-5)
     count, hidden = integer(config, "num_hidden_layers"), integer(config, "hidden_size")
+    value_dim = optional_integer(
+        config, "v_head_dim", hidden // integer(config, "num_attention_heads")
+    )
+    config = {**config, "v_head_dim": value_dim}
     layer = _layer(config, integer(config, "intermediate_size"), interleaved=False)
     return usual_decoder(
         config,
@@ -153,7 +155,7 @@ DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     architectures=("DeepseekV3ForCausalLM",),
     gguf_architectures=(),
-    describe=describe_v3,
+    read=describe_v3,
     hf_names=HF_NAMES,
     gguf_names=GGUF_NAMES,
     gguf_rope_interleaved=True,
@@ -169,7 +171,7 @@ DEEPSEEK_V2 = Family(
     name="deepseek_v2",
     architectures=("DeepseekV2ForCausalLM",),
     gguf_architectures=("deepseek2",),
-    describe=describe_v2,
+    read=describe_v2,
     hf_names=HF_NAMES,
     gguf_names=GGUF_NAMES,
     gguf_rope_interleaved=True,
@@ -180,6 +182,6 @@ MINICPM3 = Family(
     name="minicpm3",
     architectures=("MiniCPM3ForCausalLM",),
     gguf_architectures=(),
-    describe=describe_minicpm3,
+    read=describe_minicpm3,
     hf_names=HF_NAMES,
 )

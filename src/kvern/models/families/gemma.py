@@ -21,10 +21,8 @@ from kvern.models.families.common import (
     optional_integer,
     optional_number,
     rope_of,
-    text_config,
     usual_decoder,
     usual_layer,
-    with_defaults,
 )
 from kvern.models.names import GGUF_NAMES, HF_NAMES
 
@@ -34,15 +32,6 @@ HIDDEN_PER_HEAD_SCALE = (46, 62)
 
 GGUF files do not say so.
 """
-
-TEXT_DEFAULTS = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "vocab_size": 262_208,
-    "max_position_embeddings": 131_072,
-}
-"""What the text part of a Gemma 3 with pictures leaves out: it states only what differs."""
 
 
 def _gemma(
@@ -105,7 +94,6 @@ def describe_gemma2(config: Config) -> DecoderConfig:
 
 def describe_gemma3(config: Config) -> DecoderConfig:
     """Gemma 3: five layers with a window and rotary base 10,000, then one of base 1,000,000."""
-    config = with_defaults(text_config(config), **TEXT_DEFAULTS)
     count, period = integer(config, "num_hidden_layers"), config.get("sliding_window_pattern") or 6
     default = [SLIDING if (index + 1) % int(period) else FULL for index in range(count)]
     kinds, head_dim = layer_kinds(config, KINDS, default), head_dim_of(config)
@@ -141,7 +129,7 @@ GEMMA = Family(
     name="gemma",
     architectures=("GemmaForCausalLM",),
     gguf_architectures=("gemma",),
-    describe=describe_gemma,
+    read=describe_gemma,
     hf_names=HF_NAMES,
     gguf_names=GGUF_NAMES,
 )
@@ -150,7 +138,7 @@ GEMMA2 = Family(
     name="gemma2",
     architectures=("Gemma2ForCausalLM",),
     gguf_architectures=("gemma2",),
-    describe=describe_gemma2,
+    read=describe_gemma2,
     hf_names=SANDWICH_HF_NAMES,
     gguf_names=SANDWICH_GGUF_NAMES,
 )
@@ -159,7 +147,7 @@ GEMMA3 = Family(
     name="gemma3",
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     gguf_architectures=("gemma3",),
-    describe=describe_gemma3,
+    read=describe_gemma3,
     hf_names=SANDWICH_HF_NAMES,
     gguf_names=SANDWICH_GGUF_NAMES,
 )

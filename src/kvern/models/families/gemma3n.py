@@ -14,9 +14,9 @@ from kvern.models.families.common import (
     layer_kinds,
     optional_integer,
     optional_number,
+    owner_of,
     refuse,
     rope_of,
-    text_config,
     usual_decoder,
     usual_layer,
 )
@@ -39,7 +39,6 @@ def _per_layer(config: Config, field: str, default: float | list[float], count: 
 
 def describe(config: Config) -> DecoderConfig:
     """Read a Gemma 3n configuration, or the text part of a multimodal one."""
-    config = text_config(config)
     refuse(config, "altup_active_idx", 0, "Gemma 3n")
     refuse(config, "altup_correct_scale", True, "Gemma 3n")
     count = integer(config, "num_hidden_layers")
@@ -49,18 +48,17 @@ def describe(config: Config) -> DecoderConfig:
     cut = [SPARSITY if i < num_sparse else 0.0 for i in range(count)]
     sparsities = _per_layer(config, "activation_sparsity_pattern", cut, count)
     by_kind = {kind: _layer(config, kind) for kind in KINDS}
-    first_shared = count - optional_integer(config, "num_kv_shared_layers", 15)
+    first_shared = count - int(config.get("num_kv_shared_layers") or 0)
     layers: list[LayerConfig] = []
     for index, kind in enumerate(kinds):
-        owners = [i for i in range(min(index, first_shared)) if kinds[i] == kind]
-        is_shared = index >= first_shared
+        owner = owner_of(kinds, index, first_shared)
         layers.append(
             replace(
                 by_kind[kind],
                 intermediate_size=int(widths[index]),
                 sparsity=float(sparsities[index]),
-                share_with=owners[-1] if is_shared else None,
-                has_value_norm=not is_shared,
+                share_with=owner,
+                has_value_norm=owner is None,
             )
         )
     return usual_decoder(
@@ -96,7 +94,7 @@ GEMMA3N = Family(
     name="gemma3n",
     architectures=("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
     gguf_architectures=(),
-    describe=describe,
+    read=describe,
     hf_names=replace(
         GEMMA4.hf_names,
         stream_router=_LAYER + "altup.modality_router.weight",

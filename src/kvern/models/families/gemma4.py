@@ -18,8 +18,8 @@ from kvern.models.families.common import (
     layer_kinds,
     optional_integer,
     optional_number,
+    owner_of,
     rope_of,
-    text_config,
     usual_decoder,
     usual_layer,
 )
@@ -96,7 +96,6 @@ def _experts(config: Config) -> ExpertsConfig:
 
 def describe(config: Config) -> DecoderConfig:
     """Read a Gemma 4 configuration, or the text part of a multimodal one."""
-    config = text_config(config)
     if config.get("use_bidirectional_attention") == "all":
         raise UnsupportedModelError(
             "the model attends to later tokens too: a new token changes old ones, "
@@ -110,12 +109,12 @@ def describe(config: Config) -> DecoderConfig:
     first_shared = count - int(config.get("num_kv_shared_layers") or 0)
     for index, kind in enumerate(kinds):
         layer = replace(by_kind[kind], experts=experts, has_both=experts is not None)
-        if index >= first_shared:
-            owners = [i for i in range(first_shared) if kinds[i] == kind]
+        owner = owner_of(kinds, index, first_shared)
+        if owner is not None:
             width = 2 if flag(config, "use_double_wide_mlp") else 1
             layer = replace(
                 layer,
-                share_with=owners[-1],
+                share_with=owner,
                 has_value_norm=False,
                 intermediate_size=width * layer.intermediate_size,
             )
@@ -138,7 +137,7 @@ GEMMA4 = Family(
     name="gemma4",
     architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     gguf_architectures=(),
-    describe=describe,
+    read=describe,
     hf_names=replace(
         SANDWICH_HF_NAMES,
         router=_LAYER + "router.proj.weight",

@@ -11,7 +11,6 @@ from kvern.models.families.common import (
     rope_of,
     usual_decoder,
     usual_layer,
-    with_defaults,
 )
 from kvern.models.families.deepseek import dense_then_experts, v3_experts
 from kvern.models.names import HF_NAMES
@@ -19,13 +18,6 @@ from kvern.models.names import HF_NAMES
 
 def describe(config: Config) -> DecoderConfig:
     """Read a GLM-4.5 configuration."""
-    config = with_defaults(
-        config,
-        rms_norm_eps=1e-5,
-        partial_rotary_factor=0.5,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-    )
     rope = rope_of(config, head_dim_of(config))
     norm = "head" if flag(config, "use_qk_norm") else None
     dense = usual_layer(config, rope=rope, qk_norm=norm)
@@ -37,6 +29,6 @@ GLM4_MOE = Family(
     name="glm4_moe",
     architectures=("Glm4MoeForCausalLM",),
     gguf_architectures=(),
-    describe=describe,
+    read=describe,
     hf_names=HF_NAMES,
 )

@@ -14,7 +14,6 @@ from kvern.models.families.common import (
     optional_integer,
     usual_decoder,
     usual_layer,
-    with_defaults,
 )
 from kvern.models.names import HF_NAMES
 
@@ -23,7 +22,6 @@ FULL, SLIDING = KINDS = ("full_attention", "sliding_attention")
 
 def describe(config: Config) -> DecoderConfig:
     """Read a gpt-oss configuration."""
-    config = with_defaults(config, rms_norm_eps=1e-5, rope_theta=150_000.0)
     count = integer(config, "num_hidden_layers")
     kinds = layer_kinds(config, KINDS, [KINDS[(index + 1) % 2] for index in range(count)])
     experts = ExpertsConfig(
@@ -50,7 +48,7 @@ GPT_OSS = Family(
     name="gpt_oss",
     architectures=("GptOssForCausalLM",),
     gguf_architectures=(),
-    describe=describe,
+    read=describe,
     hf_names=replace(
         HF_NAMES,
         router=_MLP + "router.weight",

@@ -92,6 +92,8 @@ def describe_hybrid(config: Config) -> DecoderConfig:
         intermediate_size=inner, activation=attention.activation, state=_mamba(config)
     )
     by_kind = {MAMBA: mamba, ATTENTION: attention}
+    if "num_local_experts" not in config:
+        integer(config, "num_local_experts")  # absent is unlike 0: it is not known
     if config.get("num_local_experts"):
         experts = _experts(config, inner)
         by_kind = {
@@ -147,7 +149,7 @@ GRANITE = Family(
     name="granite",
     architectures=("GraniteForCausalLM",),
     gguf_architectures=("granite",),
-    describe=describe,
+    read=describe,
     hf_names=HF_NAMES,
     gguf_names=GGUF_NAMES,
     gguf_rope_interleaved=True,
@@ -157,7 +159,7 @@ GRANITE_MOE = Family(
     name="granitemoe",
     architectures=("GraniteMoeForCausalLM",),
     gguf_architectures=(),
-    describe=describe_experts,
+    read=describe_experts,
     hf_names=MOE_NAMES,
 )
 
@@ -165,7 +167,7 @@ GRANITE_HYBRID = Family(
     name="granitemoehybrid",
     architectures=("GraniteMoeHybridForCausalLM",),
     gguf_architectures=(),
-    describe=describe_hybrid,
+    read=describe_hybrid,
     hf_names=replace(
         MOE_NAMES,
         state_inputs=(_LAYER + "mamba.in_proj.weight",),

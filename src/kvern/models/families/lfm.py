@@ -58,7 +58,7 @@ LFM2 = Family(
     name="lfm2",
     architectures=("Lfm2ForCausalLM",),
     gguf_architectures=(),
-    describe=describe,
+    read=describe,
     hf_names=replace(
         HF_NAMES,
         final_norm="model.embedding_norm.weight",

@@ -14,11 +14,9 @@ from kvern.models.families.common import (
     layer_kinds,
     usual_decoder,
     usual_layer,
-    with_defaults,
 )
 from kvern.models.families.mixtral import describe as describe_experts
 from kvern.models.names import GGUF_NAMES, HF_NAMES
-from kvern.spec.configs.absent import with_absent_fields
 
 KINDS = ("full_attention", "sliding_attention")
 
@@ -30,7 +28,6 @@ def describe(config: Config) -> DecoderConfig:
         ModelError: a field is missing or not a number.
         UnsupportedModelError: an activation or layer kind that the decoder does not compute.
     """
-    config = with_absent_fields(config)
     count = integer(config, "num_hidden_layers")
     window = config.get("sliding_window")
     if window is None or not flag(config, "use_sliding_window", True):
@@ -46,7 +43,7 @@ def describe(config: Config) -> DecoderConfig:
 
 def describe_ministral3(config: Config) -> DecoderConfig:
     """Read a Ministral 3 configuration: queries grow with their distance past the original length."""
-    decoder = describe(with_defaults(config, rms_norm_eps=1e-5, rope_theta=1e6))
+    decoder = describe(config)
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     beta = scaling.get("llama_4_scaling_beta")
     if not beta:
@@ -61,14 +58,14 @@ def describe_ministral3(config: Config) -> DecoderConfig:
 
 def variant(config: Config, family: Family) -> Family:
     """A GGUF file of Mixtral calls itself llama, and has experts."""
-    return replace(family, describe=describe_experts) if config.get("num_experts") else family
+    return replace(family, read=describe_experts) if config.get("num_experts") else family
 
 
 LLAMA = Family(
     name="llama",
     architectures=("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM"),
     gguf_architectures=("llama",),
-    describe=describe,
+    read=describe,
     hf_names=HF_NAMES,
     gguf_names=GGUF_NAMES,
     gguf_rope_interleaved=True,
@@ -79,6 +76,6 @@ MINISTRAL3 = Family(
     name="ministral3",
     architectures=("Ministral3ForCausalLM",),
     gguf_architectures=(),
-    describe=describe_ministral3,
+    read=describe_ministral3,
     hf_names=HF_NAMES,
 )

@@ -18,10 +18,8 @@ from kvern.models.families.common import (
     number,
     optional_integer,
     rope_of,
-    text_config,
     usual_decoder,
     usual_layer,
-    with_defaults,
 )
 from kvern.models.families.smollm import rotary_layers
 from kvern.models.names import HF_NAMES
@@ -31,7 +29,6 @@ KINDS = ("full_attention", "chunked_attention")
 
 def describe(config: Config) -> DecoderConfig:
     """Read a Llama 4 configuration, or the text part of a multimodal one."""
-    config = with_defaults(text_config(config), rms_norm_eps=1e-5)
     turns = rotary_layers(config)
     default = [KINDS[turn and config.get("attention_chunk_size") is not None] for turn in turns]
     kinds = layer_kinds(config, KINDS, default)
@@ -81,7 +78,7 @@ LLAMA4 = Family(
     name="llama4",
     architectures=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
     gguf_architectures=(),
-    describe=describe,
+    read=describe,
     hf_names=replace(
         HF_NAMES,
         gate=_FF + "gate_proj.weight",

@@ -10,14 +10,12 @@ from kvern.models.families.common import (
     integer,
     usual_decoder,
     usual_layer,
-    with_defaults,
 )
 from kvern.models.families.mixtral import MIXTRAL
 
 
 def describe(config: Config) -> DecoderConfig:
     """Read a MiniMax-M2 configuration."""
-    config = with_defaults(config, rope_theta=5e6)
     experts = ExpertsConfig(
         num_experts=expert_count(config),
         num_chosen=integer(config, "num_experts_per_tok"),
@@ -34,7 +32,7 @@ MINIMAX_M2 = Family(
     name="minimax_m2",
     architectures=("MiniMaxM2ForCausalLM",),
     gguf_architectures=(),
-    describe=describe,
+    read=describe,
     hf_names=replace(
         MIXTRAL.hf_names,
         score_bias="model.layers.{i}.block_sparse_moe.e_score_correction_bias",

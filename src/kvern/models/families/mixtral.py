@@ -11,14 +11,12 @@ from kvern.models.families.common import (
     optional_integer,
     usual_decoder,
     usual_layer,
-    with_defaults,
 )
 from kvern.models.names import HF_NAMES
 
 
 def describe(config: Config) -> DecoderConfig:
     """Read a Mixtral configuration."""
-    config = with_defaults(config, rms_norm_eps=1e-5, rope_theta=1e6)
     experts = ExpertsConfig(
         num_experts=expert_count(config),
         num_chosen=optional_integer(config, "num_experts_per_tok", 2),
@@ -36,7 +34,7 @@ MIXTRAL = Family(
     name="mixtral",
     architectures=("MixtralForCausalLM",),
     gguf_architectures=(),
-    describe=describe,
+    read=describe,
     hf_names=replace(
         HF_NAMES,
         router=_MOE + "gate.weight",

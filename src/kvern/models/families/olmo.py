@@ -15,7 +15,6 @@ from kvern.models.families.common import (
     rope_of,
     usual_decoder,
     usual_layer,
-    with_defaults,
 )
 from kvern.models.names import GGUF_NAMES, HF_NAMES
 
@@ -24,8 +23,6 @@ FULL, SLIDING = KINDS = ("full_attention", "sliding_attention")
 
 def describe(config: Config) -> DecoderConfig:
     """Read an OLMo 2 or 3 configuration; in 3 rotary scaling is for layers without a window."""
-    theta = 10_000.0 if config.get("sliding_window") is None else 500_000.0
-    config = with_defaults(config, rms_norm_eps=1e-5, rope_theta=theta)
     count = integer(config, "num_hidden_layers")
     layer = usual_layer(config, qk_norm="all")
     if config.get("sliding_window") is None:
@@ -50,7 +47,6 @@ def _unscaled(config: Config) -> dict[str, object]:
 def describe_olmoe(config: Config) -> DecoderConfig:
     """Read an OLMoE configuration."""
     refuse(config, "clip_qkv", None, "OLMoE")
-    config = with_defaults(config, rms_norm_eps=1e-5)
     experts = ExpertsConfig(
         num_experts=expert_count(config),
         num_chosen=integer(config, "num_experts_per_tok"),
@@ -65,7 +61,7 @@ OLMO2 = Family(
     name="olmo2",
     architectures=("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
     gguf_architectures=("olmo2",),
-    describe=describe,
+    read=describe,
     hf_names=replace(
         HF_NAMES,
         attention_norm=None,
@@ -86,7 +82,7 @@ OLMOE = Family(
     name="olmoe",
     architectures=("OlmoeForCausalLM",),
     gguf_architectures=("olmoe",),
-    describe=describe_olmoe,
+    read=describe_olmoe,
     hf_names=HF_NAMES,
     gguf_names=GGUF_NAMES,
 )

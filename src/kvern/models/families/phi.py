@@ -11,7 +11,6 @@ from kvern.models.families.common import (
     rope_of,
     usual_decoder,
     usual_layer,
-    with_defaults,
 )
 from kvern.models.names import GGUF_NAMES, HF_NAMES
 from kvern.models.rope import scaling_kind
@@ -19,7 +18,6 @@ from kvern.models.rope import scaling_kind
 
 def describe(config: Config) -> DecoderConfig:
     """Read a Phi-3 configuration; with longrope the context ends at the original length."""
-    config = with_defaults(config, rms_norm_eps=1e-5)
     rope = rope_of(config, head_dim_of(config))
     if scaling_kind(rope.scaling) == "yarn":  # what the first files called longrope
         rope = replace(rope, scaling={**rope.scaling, "rope_type": "longrope"})
@@ -33,7 +31,7 @@ PHI3 = Family(
     name="phi3",
     architectures=("Phi3ForCausalLM",),
     gguf_architectures=("phi3",),
-    describe=describe,
+    read=describe,
     hf_names=replace(
         HF_NAMES,
         qkv="model.layers.{i}.self_attn.qkv_proj.weight",

@@ -48,16 +48,24 @@ def with_experts(
     config: Config, dense: list[LayerConfig], experts: ExpertsConfig
 ) -> list[LayerConfig]:
     """Experts in every ``decoder_sparse_step``-th layer not in ``mlp_only_layers``."""
-    step, excepted = (
-        optional_integer(config, "decoder_sparse_step", 1),
-        config.get("mlp_only_layers") or [],
-    )
     return [
-        layer
-        if index in excepted or (index + 1) % step
-        else replace(layer, experts=experts, intermediate_size=0)
-        for index, layer in enumerate(dense)
+        replace(layer, experts=experts, intermediate_size=0) if is_sparse else layer
+        for layer, is_sparse in zip(dense, _sparse_layers(config), strict=True)
     ]
+
+
+def _sparse_layers(config: Config) -> list[bool]:
+    step = optional_integer(config, "decoder_sparse_step", 1)
+    excepted = config.get("mlp_only_layers") or []
+    count = integer(config, "num_hidden_layers")
+    return [i not in excepted and (i + 1) % step == 0 for i in range(count)]
+
+
+def dense_width(config: Config) -> int:
+    """Width of the layers without experts; a configuration in which all have some need not say it."""
+    if all(_sparse_layers(config)):
+        return optional_integer(config, "intermediate_size", 1)
+    return integer(config, "intermediate_size")
 
 
 def experts_of(config: Config, is_normalized: bool, shared_size: int = 0) -> ExpertsConfig:
@@ -76,16 +84,14 @@ def describe_qwen2_moe(config: Config) -> DecoderConfig:
     """Qwen2 with experts, and a shared expert behind a learned gate."""
     shared = integer(config, "shared_expert_intermediate_size")
     experts = experts_of(config, flag(config, "norm_topk_prob"), shared)
-    inner = optional_integer(config, "intermediate_size", shared)
-    layers = with_experts(
-        config, _layers(config, usual_layer(config, intermediate_size=inner)), experts
-    )
+    dense = usual_layer(config, intermediate_size=dense_width(config))
+    layers = with_experts(config, _layers(config, dense), experts)
     return usual_decoder(config, layers, qkv_bias=flag(config, "qkv_bias", True), output_bias=False)
 
 
 def describe_qwen3_moe(config: Config) -> DecoderConfig:
     """Qwen3 with experts."""
-    inner = optional_integer(config, "intermediate_size", integer(config, "moe_intermediate_size"))
+    inner = dense_width(config)
     dense = _layers(config, usual_layer(config, qk_norm="head", intermediate_size=inner))
     is_folder = "Qwen3MoeForCausalLM" in (config.get("architectures") or ())
     experts = experts_of(
@@ -98,7 +104,7 @@ QWEN2 = Family(
     name="qwen2",
     architectures=("Qwen2ForCausalLM",),
     gguf_architectures=("qwen2",),
-    describe=describe_qwen2,
+    read=describe_qwen2,
     hf_names=HF_NAMES,
     gguf_names=GGUF_NAMES,
 )
@@ -107,7 +113,7 @@ QWEN3 = Family(
     name="qwen3",
     architectures=("Qwen3ForCausalLM",),
     gguf_architectures=("qwen3",),
-    describe=describe_qwen3,
+    read=describe_qwen3,
     hf_names=HF_NAMES,
     gguf_names=GGUF_NAMES,
 )
@@ -118,7 +124,7 @@ QWEN2_MOE = Family(
     name="qwen2_moe",
     architectures=("Qwen2MoeForCausalLM",),
     gguf_architectures=("qwen2moe",),
-    describe=describe_qwen2_moe,
+    read=describe_qwen2_moe,
     hf_names=replace(
         HF_NAMES,
         shared_gate=_SHARED + ".gate_proj.weight",
@@ -133,7 +139,7 @@ QWEN3_MOE = Family(
     name="qwen3_moe",
     architectures=("Qwen3MoeForCausalLM",),
     gguf_architectures=("qwen3moe",),
-    describe=describe_qwen3_moe,
+    read=describe_qwen3_moe,
     hf_names=HF_NAMES,
     gguf_names=GGUF_NAMES,
 )

@@ -10,21 +10,31 @@ from kvern.models.families.common import (
     head_dim_of,
     integer,
     layer_kinds,
-    optional_integer,
     rope_of,
-    text_config,
     usual_decoder,
     usual_layer,
 )
-from kvern.models.families.qwen import experts_of, with_experts
+from kvern.models.families.qwen import dense_width, experts_of, with_experts
 from kvern.models.names import HF_NAMES
 
 FULL, LINEAR = KINDS = ("full_attention", "linear_attention")
 
 
 def describe(config: Config) -> DecoderConfig:
-    """Read a Qwen3-Next or Qwen3.5 configuration, or the text part of a multimodal one."""
-    config = text_config(config)
+    """Read a Qwen3.5 configuration without experts."""
+    layers = _layers(config, integer(config, "intermediate_size"))
+    return usual_decoder(config, layers, norm_offset=1.0)
+
+
+def describe_experts(config: Config) -> DecoderConfig:
+    """Read a Qwen3-Next or Qwen3.5 configuration with experts."""
+    shared = integer(config, "shared_expert_intermediate_size")
+    experts = experts_of(config, flag(config, "norm_topk_prob", True), shared)
+    layers = with_experts(config, _layers(config, dense_width(config)), experts)
+    return usual_decoder(config, layers, norm_offset=1.0)
+
+
+def _layers(config: Config, inner: int) -> list[LayerConfig]:
     count, period = (
         integer(config, "num_hidden_layers"),
         int(config.get("full_attention_interval") or 4),
@@ -33,9 +43,7 @@ def describe(config: Config) -> DecoderConfig:
     partial = {"partial_rotary_factor": 0.25, **config}
     full = usual_layer(
         config,
-        intermediate_size=optional_integer(
-            config, "intermediate_size", integer(config, "hidden_size")
-        ),
+        intermediate_size=inner,
         rope=rope_of(partial, head_dim_of(config)),
         qk_norm="head",
         has_gate=True,
@@ -51,12 +59,7 @@ def describe(config: Config) -> DecoderConfig:
             kernel=integer(config, "linear_conv_kernel_dim"),
         ),
     )
-    layers = [linear if kind == LINEAR else full for kind in kinds]
-    if config.get("num_experts"):
-        shared = integer(config, "shared_expert_intermediate_size")
-        experts = experts_of(config, flag(config, "norm_topk_prob", True), shared)
-        layers = with_experts(config, layers, experts)
-    return usual_decoder(config, layers, norm_offset=1.0)
+    return [linear if kind == LINEAR else full for kind in kinds]
 
 
 _MIXER = "model.layers.{i}.linear_attn."
@@ -79,7 +82,7 @@ QWEN3_NEXT = Family(
     name="qwen3_next",
     architectures=("Qwen3NextForCausalLM",),
     gguf_architectures=(),
-    describe=describe,
+    read=describe_experts,
     hf_names=replace(
         _NAMES,
         state_inputs=(_MIXER + "in_proj_qkvz.weight",),
@@ -91,7 +94,7 @@ QWEN3_5 = Family(
     name="qwen3_5",
     architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
     gguf_architectures=(),
-    describe=describe,
+    read=describe,
     hf_names=replace(
         _NAMES,
         state_inputs=(_MIXER + "in_proj_qkv.weight", _MIXER + "in_proj_z.weight"),
@@ -103,7 +106,7 @@ QWEN3_5_MOE = Family(
     name="qwen3_5_moe",
     architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
     gguf_architectures=(),
-    describe=describe,
+    read=describe_experts,
     hf_names=replace(
         QWEN3_5.hf_names,
         expert_gate_up="model.layers.{i}.mlp.experts.gate_up_proj",

@@ -11,7 +11,6 @@ from kvern.models.families.common import (
     layer_kinds,
     usual_decoder,
     usual_layer,
-    with_defaults,
 )
 from kvern.models.names import GGUF_NAMES, HF_NAMES
 
@@ -28,7 +27,6 @@ def rotary_layers(config: Config) -> list[bool]:
 
 def describe(config: Config) -> DecoderConfig:
     """Read a SmolLM3 configuration."""
-    config = with_defaults(config, rope_theta=2e6)
     count = integer(config, "num_hidden_layers")
     kinds = layer_kinds(config, KINDS, ["full_attention"] * count)
     window = integer(config, "sliding_window") if flag(config, "use_sliding_window") else None
@@ -48,7 +46,7 @@ SMOLLM3 = Family(
     name="smollm3",
     architectures=("SmolLM3ForCausalLM",),
     gguf_architectures=("smollm3",),
-    describe=describe,
+    read=describe,
     hf_names=HF_NAMES,
     gguf_names=GGUF_NAMES,
     gguf_rope_interleaved=True,

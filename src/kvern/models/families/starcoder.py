@@ -40,7 +40,7 @@ STARCODER2 = Family(
     name="starcoder2",
     architectures=("Starcoder2ForCausalLM",),
     gguf_architectures=("starcoder2",),
-    describe=describe,
+    read=describe,
     hf_names=replace(
         HF_NAMES,
         gate=None,

@@ -125,8 +125,8 @@ def mamba1(config: Config) -> Caches:
 
 def mamba2(config: Config) -> Caches:
     """Mamba-2: a head_dim x state matrix per head, convolution over x, B and C."""
-    num_heads = config.integer("mamba_n_heads", "mamba_num_heads", "num_heads")
-    head_dim = config.integer("mamba_d_head", "mamba_head_dim", "head_dim")
+    num_heads = config.integer("mamba_n_heads", "mamba_num_heads")
+    head_dim = config.integer("mamba_d_head", "mamba_head_dim")
     num_groups = config.integer("mamba_n_groups", "n_groups", "mamba_num_groups", default=1)
     dim = config.integer("mamba_d_state", "ssm_state_size", "state_size")
     kernel = config.integer("mamba_d_conv", "conv_kernel", minimum=2)

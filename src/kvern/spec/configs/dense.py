@@ -12,7 +12,6 @@ from kvern.spec.configs.caches import Caches, heads, indexed_attention
 from kvern.spec.configs.family import (
     HEADS_BY_KIND,
     Family,
-    defaulting,
     share_with_last_of_kind,
     variants,
 )
@@ -126,26 +125,6 @@ QWEN2 = Block(qkv_bias=True)
 QWEN3 = _optionally_biased(qk_norm="head")
 GEMMA2 = _optionally_biased(num_norms=4)
 GEMMA3 = _optionally_biased(qk_norm="head", num_norms=4)
-LLAMA_2_7B = {
-    "vocab_size": 32_000,
-    "hidden_size": 4096,
-    "intermediate_size": 11_008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-}
-MISTRAL_7B = LLAMA_2_7B | {
-    "intermediate_size": 14_336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131_072,
-}
-GEMMA3_HEADS = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "vocab_size": 262_208,
-    "max_position_embeddings": 131_072,
-}
 LLAMA4 = _optionally_biased(
     moe=Moe(
         ("intermediate_size",),
@@ -159,17 +138,16 @@ QWEN_MOE = Moe(every=("decoder_sparse_step", "_moe_offset"))
 
 DENSE_FAMILIES: tuple[Family, ...] = (
     # ------------------------------------------------------------------ full attention throughout
-    Family("llama", block=LLAMA, nested_defaults=LLAMA_2_7B),
+    Family("llama", block=LLAMA),
     *variants(Family("helium", block=LLAMA), "helium", "exaone", "internlm3"),
     Family("arcee", block=_optionally_biased(gated_mlp=False)),
     Family(
         "ernie4_5", block=Block("use_bias", "use_bias", mlp_bias="use_bias"), ties_embeddings=True
     ),
-    Family("glm", block=Block("attention_bias"), translate=defaulting(attention_bias=True)),
+    Family("glm", block=Block("attention_bias")),
     Family(
         "glm4",
         block=Block("attention_bias", num_norms=4),
-        translate=defaulting(attention_bias=True),
     ),
     Family("hunyuan_v1_dense", block=QWEN3),
     Family("smollm3", _smollm3_kinds, block=LLAMA, ties_embeddings=True),
@@ -188,7 +166,7 @@ DENSE_FAMILIES: tuple[Family, ...] = (
     ),
     *variants(Family("apertus"), "apertus", "stablelm"),
     # ------------------------------------------------------------------------- one window for all
-    Family("mistral", window_if_set, block=Block(), nested_defaults=MISTRAL_7B),
+    Family("mistral", window_if_set, block=Block()),
     *variants(Family("ministral", window_if_set, block=Block()), "ministral", "ministral3"),
     Family("phi3", window_if_set, block=Block()),
     Family(
@@ -197,7 +175,6 @@ DENSE_FAMILIES: tuple[Family, ...] = (
         block=Block("use_bias", "use_bias", gated_mlp=False, mlp_bias="use_bias", norm_bias=True),
         final_norm=2,
         ties_embeddings=True,
-        translate=defaulting(use_bias=True),
     ),
     # --------------------------------------------------------------- windows between full layers
     Family("gemma2", full_every(2), block=GEMMA2, ties_embeddings=True),
@@ -207,7 +184,6 @@ DENSE_FAMILIES: tuple[Family, ...] = (
             full_every(6, SLIDING, "sliding_window_pattern", "_sliding_window_pattern"),
             block=GEMMA3,
             ties_embeddings=True,
-            nested_defaults=GEMMA3_HEADS,
         ),
         "gemma3_text",
         "gemma3",

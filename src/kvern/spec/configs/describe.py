@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvern.errors import UnsupportedModelError
-from kvern.spec.configs.absent import with_absent_fields
+from kvern.spec.configs.absent import ABSENT_FIELDS, unknown_sizes, with_absent_fields
 from kvern.spec.configs.dense import DENSE_FAMILIES
 from kvern.spec.configs.family import Family
 from kvern.spec.configs.hybrid import HYBRID_FAMILIES
@@ -96,11 +96,12 @@ def describe(values: Mapping[str, Any], name: str) -> ModelSpec:
             f"{name}: {what} ({architecture or 'no architecture'}) is not among the families whose "
             f"cache is known: {', '.join(sorted(FAMILIES))}"
         )
-    if is_nested:
-        config = Config({**family.nested_defaults, **config.values}, name)
-    config = family.translate(Config(with_absent_fields(config.values), name))
+    is_own = family_name in ABSENT_FIELDS
+    stated = {**config.values, "model_type": family_name if is_own else family.name}
+    config = family.translate(Config(with_absent_fields(stated, is_nested), name))
     layers = family.layers(config)
-    parameters, counted, missing = _count_parameters(config, family, layers)
+    unknown = unknown_sizes(stated, is_nested)
+    parameters, counted, missing = _count_parameters(config.without(unknown), family, layers)
     has_heads = config.get("num_attention_heads") is not None
     return ModelSpec(
         name=name,

@@ -58,8 +58,6 @@ class Family:
         default_mtp_layers: their number where no field states it.
         mtp_kind: the kind of those layers.
         translate: renames this family's own spellings to the usual ones first.
-        nested_defaults: what absent fields mean where this family's configuration lies inside
-            another model's: transformers writes only what differs from the class's defaults there.
     """
 
     name: str
@@ -82,7 +80,6 @@ class Family:
     default_mtp_layers: int = 0
     mtp_kind: str = FULL
     translate: Callable[[Config], Config] = field(default=lambda config: config)
-    nested_defaults: Mapping[str, object] = field(default_factory=dict)
 
     def kinds(self, config: Config) -> Kinds:
         """The kind of every layer.
@@ -116,15 +113,6 @@ class Family:
     def weight_counter(self) -> Weights | None:
         """Counts one layer's parameters, or None where this family's are not counted."""
         return None if self.block is None else self.counter(self.block)
-
-
-def defaulting(**values: object) -> Callable[[Config], Config]:
-    """A translation that states what an absent field means in this family."""
-
-    def translate(config: Config) -> Config:
-        return Config({**values, **config.values}, config.source)
-
-    return translate
 
 
 def variants(family: Family, *names: str) -> list[Family]:

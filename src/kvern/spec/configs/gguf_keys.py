@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from kvern.spec.configs.absent import ABSENT_FIELDS
 from kvern.spec.configs.schedule import CONV, FULL, LINEAR, SLIDING
 from kvern.spec.gguf import GGUFHeader
 
@@ -133,6 +134,29 @@ KEY_OF = MappingProxyType(
 A field whose key the file lacks is absent: the family's default holds.
 """
 
+STATED_IF_ANY = frozenset(
+    {
+        "sliding_window",
+        "head_dim",
+        "num_key_value_heads",
+        "num_experts_per_tok",
+        "num_nextn_predict_layers",
+        "num_kv_shared_layers",
+        "n_shared_experts",
+        "first_k_dense_replace",
+        "n_group",
+        "topk_group",
+        "routed_scaling_factor",
+        "q_lora_rank",
+        "query_pre_attn_scalar",
+        "partial_rotary_factor",
+        "attn_layer_period",
+        "attn_layer_offset",
+        "original_max_position_embeddings",
+    }
+)
+"""Fields whose key a file has wherever they hold: without it there is none, whatever the class's default."""
+
 TOKEN_KEY_OF = MappingProxyType(
     {
         "bos_token_id": "tokenizer.ggml.bos_token_id",
@@ -159,8 +183,6 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         values["vocab_size"] = len(header.metadata["tokenizer.ggml.tokens"])
     if values.get("sliding_window") == 0:
         del values["sliding_window"]
-    if arch == "mistral3":  # such a file states a window where there is one
-        values.setdefault("sliding_window", None)
     if values.get("num_experts") == 0:
         del values["num_experts"]
     if header.metadata.get(f"{arch}.attention.causal") is False:
@@ -180,6 +202,9 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
     adapt = _ADAPTERS.get(arch)
     if adapt is not None:
         adapt(values, header)
+    for field in ABSENT_FIELDS.get(values["model_type"], {}):
+        if field in STATED_IF_ANY:
+            values.setdefault(field, None)
     return values
 
 

@@ -113,7 +113,7 @@ def _minimax_kinds(config: Config) -> Kinds:
     types = config.integers("attn_type_list", config.num_layers)
     if types is not None:
         return tuple(FULL if kind else LINEAR for kind in types)
-    return tuple(FULL if i % 2 else LINEAR for i in range(config.num_layers))
+    return tuple(LINEAR if i % 2 else FULL for i in range(config.num_layers))
 
 
 def _sala_kinds(config: Config) -> Kinds:
@@ -139,6 +139,12 @@ def _mamba_names(config: Config) -> Config:
     """The pure Mamba states its expanded width as `intermediate_size`."""
     width = config.get("intermediate_size")
     return Config({**config.values, "intermediate_size_mamba": width}, config.source)
+
+
+def _mamba2_names(config: Config) -> Config:
+    """The pure Mamba-2 has no other heads to tell its own from."""
+    own = {"mamba_num_heads": config.get("num_heads"), "mamba_head_dim": config.get("head_dim")}
+    return Config({**config.values, **own}, config.source)
 
 
 def _all_hybrid(config: Config) -> Kinds:
@@ -226,7 +232,7 @@ HYBRID_FAMILIES: tuple[Family, ...] = (
     Family("minicpm_sala", _sala_kinds, {FULL: full_attention, LINEAR: lightning_attention}),
     # -------------------------------------------------------------------------------------- Mamba
     Family("mamba", all_linear, {LINEAR: mamba1}, translate=_mamba_names),
-    Family("mamba2", all_linear, {LINEAR: mamba2}),
+    Family("mamba2", all_linear, {LINEAR: mamba2}, translate=_mamba2_names),
     Family(
         "jamba",
         full_at_offset,

@@ -58,9 +58,9 @@ def _without_index(layer: LayerSpec) -> LayerSpec:
 def _v4_latent(config: Config) -> Latent:
     """One head that is key and value at once; its last part is rotary."""
     head_dim = config.integer("head_dim")
+    factor = config.get("partial_rotary_factor")
     rope_dim = config.optional_integer("qk_rope_head_dim", minimum=0)
-    if rope_dim is None:
-        factor = config.get("partial_rotary_factor")
+    if factor is not None or rope_dim is None:
         rope_dim = int(head_dim * (0.125 if factor is None else factor))
     return Latent(head_dim - rope_dim, rope_dim)
 
@@ -104,7 +104,7 @@ def _v4_kinds(config: Config) -> Kinds:
     if ratios is not None:
         kinds = (_V4_KIND_OF_RATIO.get(ratio, f"ratio {ratio}") for ratio in ratios)
         return tuple(kinds)[: config.num_layers]
-    return tuple(HCA if i < 2 or i % 2 == 1 else CSA for i in range(config.num_layers))
+    return tuple(HCA if i < 2 or i % 2 == 0 else CSA for i in range(config.num_layers))
 
 
 DEEPSEEK = Moe(

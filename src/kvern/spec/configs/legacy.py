@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvern.spec.configs.family import Family, defaulting, variants
+from kvern.spec.configs.family import Family, variants
 from kvern.spec.configs.reader import Config
 from kvern.spec.configs.schedule import FULL, SLIDING, Kinds
 from kvern.spec.configs.weights import Block
@@ -136,7 +136,7 @@ LEGACY_FAMILIES: tuple[Family, ...] = (
         learned_positions=0,
         translate=_gpt_neo_names,
     ),
-    Family("gpt_neox", block=NEOX, final_norm=2, translate=defaulting(attention_bias=True)),
+    Family("gpt_neox", block=NEOX, final_norm=2),
     *variants(
         Family(
             "gptj",
@@ -158,7 +158,6 @@ LEGACY_FAMILIES: tuple[Family, ...] = (
         final_norm=2,
         ties_embeddings=True,
         learned_positions=2,
-        translate=defaulting(enable_bias=True),
     ),
     Family(
         "bloom",

@@ -32,15 +32,28 @@ class Config:
     is null counts as absent.
     """
 
-    __slots__ = ("source", "values")
+    __slots__ = ("source", "unknown", "values")
 
-    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], source: str, unknown: frozenset[str] = frozenset()
+    ) -> None:
         self.values = values
         self.source = source
+        self.unknown = unknown
+
+    def without(self, unknown: frozenset[str]) -> Config:
+        """The same fields, some of which nothing may be concluded from: asking for one fails."""
+        return Config(self.values, self.source, unknown)
 
     def get(self, *names: str) -> Any:
-        """The first field that is present, or None."""
+        """The first field that is present, or None.
+
+        Raises:
+            MissingFieldError: a field that counts as unknown.
+        """
         for name in names:
+            if name in self.unknown:
+                raise MissingFieldError(self.source, name)
             value = self.values.get(name)
             if value is not None:
                 return value

@@ -63,7 +63,8 @@ def position_regimes(config: Config, family: str) -> PositionRegimes | None:
         return PositionRegimes(length, 1) if length < context else None
     if kind not in ("longrope", "su") or "long_factor" not in scaling:
         return None
-    stated = scaling.get("original_max_position_embeddings")
-    border = stated if isinstance(stated, int) else None
-    border = border or config.optional_integer("original_max_position_embeddings") or length
+    border = config.optional_integer("original_max_position_embeddings")
+    if border is None:
+        stated = scaling.get("original_max_position_embeddings")
+        border = stated if isinstance(stated, int) else length
     return PositionRegimes(border) if border < context else None
