@@ -265,7 +265,7 @@ def test_one_refused_prompt_leaves_nothing_behind(make_tiny: Make) -> None:
 def test_settings_are_refused_by_name(make_tiny: Make) -> None:
     for options, sentence in [
         ({"block_size": 0}, "block_size is 0"),
-        ({"kv_format": "int8"}, "not yet stored"),
+        ({"kv_format": "int4"}, "not yet stored"),
         ({"kv_format": "int7"}, "int7"),
         ({"backend": "cuda"}, "backend 'cuda' is unknown"),
         ({"weights_format": "int3"}, "weights_format 'int3' is unknown"),
