@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.engine.test_regimes import answer, engine
-from tests.models.cases import CASES, DELTA, FULL, LATENT, SLIDING, SMALL, small
+from tests.models.case_fields import DELTA, FULL, LATENT, SLIDING, SMALL, small
+from tests.models.cases import CASES
 from tests.models.harness import Case, Saved, assert_agrees
 
 from kvern import SamplingParams

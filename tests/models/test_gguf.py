@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.models.cases import CASES, YARN, small
+from tests.models.case_fields import YARN, small
+from tests.models.cases import CASES
 from tests.models.gguf_files import (
     GGUFCase,
     neighbouring_pairs,

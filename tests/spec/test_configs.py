@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from tests.spec.small import LLAMA, llama
 
-from kvern.errors import FileFormatError, KvernError, ModelError, UnsupportedModelError
 from kvern.spec import (
     All,
     Chunk,
     Heads,
     Index,
     Latent,
-    ModelSpec,
     Window,
     bytes_for_context,
     make_kv_plan,
@@ -26,31 +21,6 @@ from kvern.spec import (
 from kvern.spec.configs import FAMILIES, MissingFieldError, load_model_spec
 
 GIB, MIB = 2**30, 2**20
-
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 2048,
-}
-
-
-def llama(**changes: Any) -> dict[str, Any]:
-    return LLAMA | changes
-
-
-@pytest.fixture
-def load(shared_data: Path):
-    def load_config(name: str) -> ModelSpec:
-        return load_model_spec(shared_data / "model_configs" / f"{name}.json")
-
-    return load_config
-
 
 # (file, bytes per token in bf16, fixed bytes per sequence): model cards, papers, engine logs
 FIGURES = [
@@ -201,70 +171,6 @@ def test_compressed_attention_of_deepseek_v4(load) -> None:
     assert narrow[3].k_codec.dtype == "fp32"  # the compressor's inputs keep their form
 
 
-# (file, all parameters as the checkpoint's card states them)
-PARAMETERS = [
-    ("meta-llama--Llama-2-7b-hf", 6_738_415_616),
-    ("meta-llama--Llama-3.1-405B", 405_853_388_800),
-    ("mistralai--Mistral-7B-v0.1", 7_241_732_096),
-    ("mistralai--Mixtral-8x7B-Instruct-v0.1", 46_702_792_704),
-    ("Qwen--Qwen2.5-0.5B-Instruct", 494_032_768),
-    ("Qwen--Qwen2.5-7B-Instruct", 7_615_616_512),
-    ("Qwen--Qwen3-8B", 8_190_735_360),
-    ("Qwen--Qwen3-30B-A3B", 30_532_122_624),
-    ("Qwen--Qwen3-235B-A22B-FP8", 235_093_634_560),
-    ("microsoft--phi-4", 14_659_507_200),
-    ("microsoft--Phi-3-mini-4k-instruct", 3_821_079_552),
-    ("google--gemma-7b-it", 8_537_680_896),
-    ("google--gemma-2-27b-it", 27_227_128_320),
-    ("CohereForAI--c4ai-command-r-v01", 34_980_831_232),
-    ("bigcode--starcoder2-3b", 3_030_371_328),
-    ("openai-community--gpt2", 124_439_808),
-    ("EleutherAI--gpt-j-6B", 6_050_882_784),
-    ("tiiuae--falcon-7b", 6_921_720_704),
-]
-
-
-@pytest.mark.parametrize(("name", "total"), PARAMETERS, ids=[p[0] for p in PARAMETERS])
-def test_parameters_of_real_models(load, name: str, total: int) -> None:
-    model = load(name)
-    assert model.parameters is not None
-    assert model.parameters.total == total
-    assert sum(layer.parameters.total for layer in model.layers) == model.parameters.layers
-
-
-def test_parameters_of_deepseek_v3_with_its_widths(shared_data: Path) -> None:
-    file = shared_data / "model_configs" / "deepseek-ai--DeepSeek-V3.json"
-    config = json.loads(file.read_text())
-    assert load_model_spec(config).missing_fields == ("first_k_dense_replace",)
-    widths = {"intermediate_size": 18432, "moe_intermediate_size": 2048}
-    model = load_model_spec(config | widths | {"n_shared_experts": 1, "first_k_dense_replace": 3})
-    assert model.parameters is not None
-    assert model.parameters.total == 671_026_419_200
-    assert round(model.parameters.active / 1e9, 1) == 36.6
-    assert model.experts is not None
-    assert (model.experts.num_experts, model.experts.num_shared_experts) == (256, 1)
-    assert [layer.index for layer in model.mtp_layers] == [61]
-    assert model.mtp_layers[0].caches == model.layers[0].caches
-
-
-def test_a_missing_width_leaves_parameters_uncounted() -> None:
-    config = llama()
-    del config["intermediate_size"]
-    model = load_model_spec(config)
-    assert model.parameters is None
-    assert model.missing_fields == ("intermediate_size",)
-    assert model.kv_bytes_per_token == 4 * 2 * 2 * 16 * 2
-
-
-def test_tied_embeddings_count_once() -> None:
-    tied = load_model_spec(llama(tie_word_embeddings=True)).parameters
-    untied = load_model_spec(llama()).parameters
-    assert tied is not None
-    assert untied is not None
-    assert untied.total - tied.total == 128 * 64 == untied.lm_head
-    assert untied.active == tied.active
-
-
 @pytest.mark.parametrize(
     ("scaling", "expected"),
     [
@@ -370,184 +276,12 @@ def test_nemotron_pattern_and_minimax_list() -> None:
     assert model.kv_fixed_bytes == 2 * 4 * 16 * 16 * 4
 
 
-@pytest.mark.parametrize(
-    ("config", "error", "message"),
-    [
-        (llama(model_type="llamb"), UnsupportedModelError, "'llamb'.*families whose.*llama"),
-        ({"num_hidden_layers": 4}, UnsupportedModelError, "no model_type"),
-        (llama(layer_types=["full_attention"] * 3 + ["rwkv"]), UnsupportedModelError,
-         "layer 3 has the unknown kind 'rwkv'.*kinds are chunked_attention, full_attention"),
-        (llama(layer_types=["full_attention"] * 3), ModelError, "3 entries for 4 layers"),
-        (llama(model_type="nemotron_h", hybrid_override_pattern="MX*-", mamba_num_heads=8),
-         UnsupportedModelError, "layer 1 has the unknown kind 'X'"),
-        (llama(model_type="bert"), UnsupportedModelError, "encoder: every token attends in both"),
-        (llama(model_type="t5"), UnsupportedModelError, "encoder-decoder"),
-        (llama(is_encoder_decoder=True), UnsupportedModelError, "encoder-decoder"),
-        (llama(model_type="paligemma"), UnsupportedModelError, "prefix in both directions"),
-        (llama(prefix_lm=True), UnsupportedModelError, "prefix in both directions"),
-        (llama(model_type="mpt", attn_config={"prefix_lm": True}), UnsupportedModelError,
-         "prefix in both directions"),
-        (llama(model_type="Dream"), UnsupportedModelError, "fills in tokens in any order"),
-        (llama(model_type="megatron-bert"), UnsupportedModelError, "is an encoder"),
-        (llama(model_type="xlm-roberta-xl"), UnsupportedModelError, "is an encoder"),
-        (llama(is_causal=False), UnsupportedModelError, "new token changes old positions"),
-        (llama(model_type="gemma3_text", sliding_window=8, use_bidirectional_attention=True),
-         UnsupportedModelError, "nothing can be cached"),
-        (llama(model_type="chatglm", position_encoding_2d=True), ModelError, "both directions"),
-        ({"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64}, MissingFieldError,
-         "config: the configuration lacks num_attention_heads"),
-        ({"model_type": "llama"}, MissingFieldError, "lacks num_hidden_layers"),
-        (llama(num_key_value_heads=0), ModelError, "num_key_value_heads is 0"),
-        (llama(num_hidden_layers=True), ModelError, "num_hidden_layers is True"),
-        (llama(num_hidden_layers=10**6), ModelError, "absurd"),
-        (llama(hidden_size=65), ModelError, "hidden_size 65 is no multiple"),
-        (llama(head_dim="64"), ModelError, "head_dim is '64'"),
-        (llama(model_type="mistral", sliding_window=-1), ModelError, "sliding_window is -1"),
-        (llama(layer_types=["sliding_attention"] * 4), MissingFieldError, "lacks sliding_window"),
-        (llama(model_type="gemma3n_text", sliding_window=8, num_kv_shared_layers=4), ModelError,
-         "none stores"),
-        (llama(rope_scaling=None, tie_word_embeddings="yes"), ModelError, "true or false"),
-        (llama(model_type="glm_moe_dsa", kv_lora_rank=8, qk_rope_head_dim=4, index_head_dim=8,
-               index_topk_pattern="FFQS"), ModelError, "indexer modes"),
-    ],
-)  # fmt: skip
-def test_what_is_not_known_is_refused(config, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        load_model_spec(config)
-
-
 def test_shared_indexers_keep_no_keys() -> None:
     latent = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "index_head_dim": 8}
     model = load_model_spec(llama(model_type="glm_moe_dsa", index_topk_pattern="FSFS", **latent))
     assert [len(layer.caches) for layer in model.layers] == [2, 1, 2, 1]
 
 
-def test_files_and_folders(tmp_path: Path) -> None:
-    folder = tmp_path / "Tiny-1.5B"
-    folder.mkdir()
-    with pytest.raises(ModelError, match=r"config\.json does not exist"):
-        load_model_spec(folder)
-    (folder / "config.json").write_text(json.dumps(LLAMA))
-    assert load_model_spec(folder).name == "Tiny-1.5B"
-    assert load_model_spec(str(folder / "config.json")).name == "Tiny-1.5B"
-    assert load_model_spec(folder, "mine").name == "mine"
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, b"null"])
-def test_files_that_are_no_configuration(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "config.json"
-    file.write_bytes(content)
-    with pytest.raises(FileFormatError, match=str(file)):
-        load_model_spec(file)
-
-
 def test_families_are_named_once() -> None:
     assert len(FAMILIES) > 90
     assert all(name == family.name for name, family in FAMILIES.items())
-
-
-FIELDS = sorted(
-    {
-        *LLAMA,
-        *[
-            "attention_types",
-            "attn_config",
-            "attn_layer_offset",
-            "attn_layer_period",
-            "attn_type_list",
-        ],
-        *[
-            "compress_ratios",
-            "compress_rates",
-            "conv_L_cache",
-            "dtype",
-            "expert_layer_period",
-            "ffn_dim",
-        ],
-        *["first_k_dense_replace", "full_attention_interval", "full_attn_idxs", "head_dim"],
-        *["hybrid_layer_pattern", "hybrid_override_pattern", "index_head_dim", "index_kpool"],
-        *[
-            "index_topk_pattern",
-            "indexer_types",
-            "kv_lora_rank",
-            "layer_types",
-            "layers_block_type",
-        ],
-        *["linear_attn_config", "mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_n_heads"],
-        *["max_window_layers", "mixer_types", "mlp_layer_types", "mlp_only_layers", "moe_layers"],
-        *[
-            "multi_query",
-            "n_head",
-            "n_layer",
-            "no_rope_layers",
-            "num_experts",
-            "num_kv_shared_layers",
-        ],
-        *[
-            "partial_rotary_factor",
-            "q_lora_rank",
-            "qk_rope_head_dim",
-            "rope_parameters",
-            "rope_scaling",
-        ],
-        *["sliding_window", "sliding_window_pattern", "text_config", "tie_word_embeddings"],
-        *["torch_dtype", "use_sliding_window", "v_head_dim", "_params", "_mamba_layers"],
-    }
-)
-ODD_VALUES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 10),
-    st.floats(),
-    st.text("FSLG*M-x", max_size=5),
-    st.lists(st.one_of(st.integers(-1, 4), st.text("FS", max_size=2)), max_size=5),
-    st.dictionaries(st.sampled_from(["factor", "rope_type", "num_heads", "full_attn_layers"]),
-                    st.one_of(st.none(), st.integers(-1, 9), st.text(max_size=3)), max_size=3),
-)  # fmt: skip
-
-
-COMPLETE = LLAMA | dict.fromkeys(
-    [
-        "sliding_window",
-        "attention_chunk_size",
-        "kv_lora_rank",
-        "q_lora_rank",
-        "qk_rope_head_dim",
-        "v_head_dim",
-        "qk_nope_head_dim",
-        "index_head_dim",
-        "indexer_head_dim",
-        "linear_num_key_heads",
-        "linear_num_heads",
-        "linear_num_value_heads",
-        "linear_key_head_dim",
-        "linear_value_head_dim",
-        "linear_head_dim",
-        "linear_conv_kernel_dim",
-        "mamba_n_heads",
-        "mamba_d_head",
-        "mamba_d_state",
-        "mamba_d_conv",
-        "conv_L_cache",
-        "attn_layer_period",
-        "num_experts",
-        "moe_intermediate_size",
-        "num_experts_per_tok",
-    ],
-    4,
-)
-
-
-@settings(max_examples=2000)
-@given(
-    st.sampled_from(sorted(FAMILIES)),
-    st.dictionaries(st.sampled_from(FIELDS), ODD_VALUES, min_size=1, max_size=3),
-)
-def test_odd_configurations_are_described_or_refused(family: str, changes: dict[str, Any]) -> None:
-    """Whatever a field holds: a description, or one sentence; never another exception."""
-    with contextlib.suppress(KvernError):
-        model = load_model_spec(
-            COMPLETE | {"attn_layer_offset": 1} | changes | {"model_type": family}
-        )
-        assert model.num_layers == len(model.layers)
-        assert model.kv_bytes_per_token >= 0

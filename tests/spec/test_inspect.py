@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.spec.test_configs import LLAMA
+from tests.spec.small import LLAMA
 
 from kvern.cli.main import main
 from kvern.spec.configs import load_model_spec

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvern.errors import UnsupportedModelError
 from kvern.models.config import Config, Family
 from kvern.models.families.cohere import COHERE
@@ -94,7 +96,9 @@ def family_of(config: Config, gguf_architecture: str | None = None) -> Family:
         if name in known:
             family = known[name]
             return family if family.variant is None else family.variant(config, family)
-    refuse_uncacheable(FieldReader(config, "the model"), str(config.get("model_type") or ""))
+    for part in (config, config.get("text_config")):
+        if isinstance(part, Mapping):
+            refuse_uncacheable(FieldReader(part, "the model"), str(part.get("model_type") or ""))
     named = " / ".join(map(str, wanted)) or "not named in the configuration"
     raise UnsupportedModelError(
         f"architecture {named} has no decoder here; kvern runs {', '.join(sorted(known))}"

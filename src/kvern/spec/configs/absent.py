@@ -39,7 +39,7 @@ _BY_FIELD: Mapping[str, tuple[tuple[object, str], ...]] = {
         ),
         (512, f"{_GEMMA3N} {_GEMMA4}"),
         (1024, _GEMMA4_UNIFIED),
-        (128, "gpt_oss"),
+        (128, "deepseek_v4 gpt_oss"),
         (129, "mimo_v2_flash"),
     ),
     "max_window_layers": ((28, "qwen2 qwen2_moe qwen3"), (80, _QWEN_VL)),

@@ -31,7 +31,9 @@ _REASONS = {
         "eurobert flaubert fnet funnel ibert layoutlm layoutlmv3 longformer luke megatron-bert "
         "mobilebert modernbert mpnet mra nomic_bert nystromformer rembert roberta "
         "roberta-prelayernorm roc_bert roformer squeezebert vit xlm xlm-roberta xlm-roberta-xl "
-        "xmod yoso clip siglip siglip2 dinov2"
+        "xmod yoso clip siglip siglip2 dinov2 esmc gte jina_embeddings_v3 neomme perceiver tapas "
+        "ultrabert ultravbert splinter lilt markuplm layoutlmv2 layoutxlm bros dpr lxmert visual_bert "
+        "vilt flava"
     ),
     _ENCODER_DECODER: (
         "bart bigbird_pegasus blenderbot blenderbot-small bridgetower encoder-decoder fsmt "
