@@ -81,6 +81,7 @@ COUNTED = [
     "exaone",
     "exaone4",
     "falcon",
+    "flex_olmo",
     "gemma",
     "gemma2",
     "gemma3_text",
@@ -100,6 +101,7 @@ COUNTED = [
     "granitemoeshared",
     "helium",
     "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
     "internlm3",
     "jamba",
     "lfm2",
@@ -130,16 +132,15 @@ COUNTED = [
     "seed_oss",
     "smollm3",
     "starcoder2",
+    "vaultgemma",
 ]
 DESCRIBED = [
     "apertus",
     "bamba",
     "ernie4_5_moe",
     "falcon_h1",
-    "flex_olmo",
     "gemma3n_text",
     "gemma4_text",
-    "hunyuan_v1_moe",
     "kimi_linear",
     "laguna",
     "lfm2_moe",
@@ -151,7 +152,6 @@ DESCRIBED = [
     "phimoe",
     "qwen4_exp_text",
     "stablelm",
-    "vaultgemma",
 ]
 
 

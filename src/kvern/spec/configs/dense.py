@@ -206,7 +206,7 @@ DENSE_FAMILIES: tuple[Family, ...] = (
         "gemma4_unified",
         "gemma4_unified_text",
     ),
-    Family("vaultgemma", full_every(2)),
+    Family("vaultgemma", full_every(2), block=_optionally_biased()),
     Family("olmo3", full_every(4), block=_optionally_biased(qk_norm="full")),
     Family(
         "cohere2",
@@ -246,7 +246,14 @@ DENSE_FAMILIES: tuple[Family, ...] = (
         "olmoe",
         block=_optionally_biased(qk_norm="full", moe=Moe(("intermediate_size",))),
     ),
-    *variants(Family("ernie4_5_moe"), "ernie4_5_moe", "hunyuan_v1_moe", "flex_olmo"),
+    Family("ernie4_5_moe"),
+    Family("flex_olmo", block=_optionally_biased(qk_norm="full", moe=MIXTRAL)),
+    Family(
+        "hunyuan_v1_moe",
+        block=_optionally_biased(
+            qk_norm="head", moe=Moe(("intermediate_size",), shared_width="intermediate_size")
+        ),
+    ),
     Family(
         "dots1",
         _dots1_kinds,

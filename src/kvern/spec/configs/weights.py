@@ -74,8 +74,8 @@ def expert_spec(config: Config, moe: Moe | None) -> ExpertSpec | None:
         return None
     moe = moe or Moe()
     shared_count = config.optional_integer(moe.shared_count, minimum=0) if moe.shared_count else 0
-    shared_width = config.integer(moe.shared_width, default=0, minimum=0) if moe.shared_width else 0
-    shared_width = shared_width or None
+    stated = config.integer(moe.shared_width, default=0, minimum=0) if moe.shared_width else 0
+    shared_width = stated or None
     return ExpertSpec(
         num_experts=num_experts,
         num_experts_per_token=config.integer(*EXPERTS_PER_TOKEN, default=num_experts),
