@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from kvern.bench.charts import Bar, Line, bar_chart, line_chart, share_chart
-from kvern.bench.text import bottleneck_sentence, kernel_cell, number, start_line
+from kvern.bench.text import bottleneck_sentence, kernel_cell, number, quality_sentence, start_line
 from kvern.spec.budget import format_size
 
 STYLE = """
@@ -196,12 +196,18 @@ def _engines(document: Mapping[str, Any]) -> list[str]:
             format_size(engine["weight_bytes"]) if engine.get("weight_bytes") else "",
         ]
         rows.append("".join(f"<td>{escape(cell)}</td>" for cell in cells))
+    checked = [
+        f"{engine['label']}: {quality_sentence(engine['quality'])}"
+        for engine in document["engines"]
+        if engine.get("quality")
+    ]
     notes = [f"{absent['name']}: {absent['reason']}" for absent in document["absent"]]
     return [
         "<h2>Engines</h2>",
         _table(
             ("engine", "version", "model", "s to first token from process start", "weights"), rows
         ),
+        *[f'<p class="soft">{escape(sentence)}</p>' for sentence in checked],
         *[f'<p class="soft">absent: {escape(note)}</p>' for note in notes],
         *[f'<p class="soft">left out: {escape(note)}</p>' for note in document["left_out"]],
     ]

@@ -10,6 +10,7 @@ from kvern import LLM, SamplingParams, __version__
 from kvern.bench.breakdown import Accountant
 from kvern.bench.kernel import attend_benchmark
 from kvern.bench.limits import Limits, measure_limits
+from kvern.bench.quality import quality_of
 from kvern.bench.recording import Recorder, Step
 from kvern.engine.outputs import RequestOutput
 from kvern.engine.tracking import RequestState
@@ -74,6 +75,10 @@ class Adapter:
             {"seconds": 0.01, "read_bytes": QUICK_READ_BYTES} if args["quick"] else {}
         )
         return measure_limits(backend.num_threads, path, **brief).document()
+
+    def quality(self) -> dict[str, Any]:
+        """How far the logits are from those over float32 keys and values; see `kvern.bench.quality`."""
+        return quality_of(self._engine)
 
     def run(self, work: dict[str, Any]) -> dict[str, Any]:
         """One run of an item; see `kvern.bench.figures` for what it returns."""

@@ -306,6 +306,9 @@ class _Session:
         first = Item("first", "a", 1, 0, 8, 2, "decode")
         record = worker.ask("run", work_of(first, 0, self.vocab_size))
         loaded["start_s"] = worker.age_s - record["wall_s"] + record["requests"][0]["ttft_s"]
+        if engine.peer == OWN_PEER:
+            self.progress(f"{engine.label}: comparing logits")
+            loaded["quality"] = worker.ask("quality")
         self.described[engine.label] = engine_document(engine, loaded)
         self.engines.append(engine)
         self.workers[engine.label] = worker

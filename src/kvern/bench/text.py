@@ -46,7 +46,19 @@ def _head(document: Document) -> list[str]:
             f"  {engine['label']:<{NAME_WIDTH}} {engine['model_file']}{same} ({about}); "
             f"first token {engine['start_s']:.2f} s after the start of its process"
         )
+        if engine.get("quality"):
+            lines.append(f"  {'':<{NAME_WIDTH}} {quality_sentence(engine['quality'])}")
     return lines
+
+
+def quality_sentence(quality: Mapping[str, Any]) -> str:
+    """How far an engine's logits are from those over float32 keys and values."""
+    weights = "decoded weights" if quality["weights_format"] == "fp32" else "weights as stored"
+    return (
+        f"logits against float32 keys and values, {weights}: mean KL {quality['mean_kl']:.1e} nats (largest "
+        f"{quality['max_kl']:.1e}), the same likeliest token at {quality['same_likeliest']:.1%} of "
+        f"{quality['positions']} positions"
+    )
 
 
 def item_lines(item: Mapping[str, Any]) -> list[str]:
