@@ -303,7 +303,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--path", default=None, help="avx512, avx2 or portable")
+    parser.add_argument("--path", default=None, help="avx512, avx512vnni, avx2 or portable")
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--only", choices=("matmul", "attend"), help="one kind of kernel")
     parser.add_argument("--torch", action="store_true", help="torch's attention too")

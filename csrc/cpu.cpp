@@ -12,11 +12,17 @@ const KernelTable* table_of(const std::string& name) {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                       __builtin_cpu_supports("f16c");
     if (name == "avx2" && avx2) return avx2_kernels();
-#if defined(KVERN_AVX512_PATH)
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                        __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
-    if (name == "avx512" && avx512) return avx512_kernels();
+#if defined(KVERN_AVX512_PATHS)
+#if defined(KVERN_EMULATE_AVX512)
+    const bool vnni = avx2, bf16 = avx2;
+#else
+    const bool vnni = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vnni");
+    const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
+#endif
+    if (name == "avx512" && bf16) return avx512_kernels();
+    if (name == "avx512vnni" && vnni) return avx512vnni_kernels();
 #endif
 #endif
     if (name == "portable") return portable_kernels();
@@ -27,7 +33,7 @@ const KernelTable* table_of(const std::string& name) {
 
 std::vector<std::string> available_paths() {
     std::vector<std::string> names;
-    for (const char* name : {"avx512", "avx2", "portable"}) {
+    for (const char* name : {"avx512", "avx512vnni", "avx2", "portable"}) {
         if (table_of(name)) names.emplace_back(name);
     }
     return names;

@@ -4,6 +4,10 @@
 #include <initializer_list>
 #include <type_traits>
 
+#ifdef KVERN_EMULATE_AVX512
+#include "emulate_avx512.h"
+#define __AVX512BF16__ 1
+#endif
 #include "family_types.h"
 #include "half.h"
 #include "layout.h"

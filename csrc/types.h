@@ -164,6 +164,7 @@ struct KernelTable {
 
 const KernelTable* portable_kernels();
 const KernelTable* avx2_kernels();
+const KernelTable* avx512vnni_kernels();
 const KernelTable* avx512_kernels();
 
 }  // namespace kvern
