@@ -75,14 +75,16 @@ struct GroupInput {
     void quantise(const Step& step, const GroupShape& s, int64_t begin, int64_t end) const;
 };
 
-// Units [begin, end) of one weight's product with rows [rows.begin, rows.end) of the input.
+// Units [begin, end) of one weight's product with rows [rows.begin, rows.end) of the input; `scratch` holds
+// matmul_scratch_bytes(cols).
 void grouped_product(const Step& step, const Weight& w, const GroupInput& in, GroupRows rows, int64_t begin,
-                     int64_t end, MatmulOut out);
+                     int64_t end, MatmulOut out, uint8_t* scratch);
 
 // out[t, h] = weight_h x[t, h]: the products of latent attention that are one per head.
 class HeadsOp final : public Op {
 public:
     HeadsOp() : Op(OpKind::GROUPED) {}
+    size_t scratch_bytes(const Step&) const override { return matmul_scratch_bytes(weights.front()->cols); }
     void plan(Step& step, std::vector<Stage>& stages) override;
     void work(const Step& step, int stage, const Claim& claim, const Worker& worker) override;
 
@@ -107,6 +109,7 @@ struct ExpertSet {
 class ExpertsOp final : public Op {
 public:
     ExpertsOp() : Op(OpKind::GROUPED) {}
+    size_t scratch_bytes(const Step&) const override;
     void plan(Step& step, std::vector<Stage>& stages) override;
     void work(const Step& step, int stage, const Claim& claim, const Worker& worker) override;
 
@@ -123,7 +126,8 @@ private:
     GroupRows tokens_of(const Step& step, int64_t piece) const;
     void sort(const Buffers& b, GroupRows tokens) const;
     void gather(const Step& step, const Buffers& b, GroupRows tokens, int64_t begin, int64_t end) const;
-    void products(const Step& step, const Buffers& b, bool is_down, int64_t begin, int64_t end) const;
+    void products(const Step& step, const Buffers& b, bool is_down, int64_t begin, int64_t end,
+                  uint8_t* scratch) const;
     void activate(const Step& step, const Buffers& b, int64_t begin, int64_t end) const;
     void sum(const Step& step, const Buffers& b, GroupRows tokens, int64_t begin, int64_t end) const;
 

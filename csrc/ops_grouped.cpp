@@ -47,7 +47,7 @@ void GroupInput::quantise(const Step& step, const GroupShape& s, int64_t begin, 
 }
 
 void grouped_product(const Step& step, const Weight& w, const GroupInput& in, GroupRows rows, int64_t begin,
-                     int64_t end, MatmulOut out) {
+                     int64_t end, MatmulOut out, uint8_t* scratch) {
     const int64_t blocks = w.cols / kBlock;
     const int64_t row_bytes = w.cols * (w.has_float ? 4 : 1);
     const int64_t rows_at_once = std::max<int64_t>(48, kCacheBytes / row_bytes / 12 * 12);
@@ -63,10 +63,10 @@ void grouped_product(const Step& step, const Weight& w, const GroupInput& in, Gr
             const MatmulOut to{out.to + (r - rows.begin) * out.stride + s.first_row + row, nullptr, out.stride};
             if (is_quantised(s.type)) {
                 const QuantRows q{in.codes + r * w.cols, in.meta + r * blocks, w.cols};
-                step.kernels->matmul_quant(s.type, data, s.group_bytes, count, s.rows - row, q, n, to, nullptr);
+                step.kernels->matmul_quant(s.type, data, s.group_bytes, count, s.rows - row, q, n, to, scratch);
             } else {
                 step.kernels->matmul_float(s.type, data, s.group_bytes, count, s.rows - row, in.x + r * w.cols,
-                                           w.cols, n, to, nullptr);
+                                           w.cols, n, to, scratch);
             }
         }
         u += units;
@@ -85,7 +85,7 @@ void HeadsOp::plan(Step& step, std::vector<Stage>& stages) {
     stages.push_back({this, 1, heads * shape.units, 2, true, is_serial});
 }
 
-void HeadsOp::work(const Step& step, int stage, const Claim& claim, const Worker&) {
+void HeadsOp::work(const Step& step, int stage, const Claim& claim, const Worker& worker) {
     const GroupShape shape(weights);
     const int64_t tokens = step.tokens, cols = shape.cols;
     const auto inputs = static_cast<int64_t>(weights.size()) * tokens;
@@ -102,7 +102,7 @@ void HeadsOp::work(const Step& step, int stage, const Claim& claim, const Worker
         const int64_t next = std::min(claim.end, first + shape.units);
         const Weight& w = *weights[static_cast<size_t>(head)];
         grouped_product(step, w, in, {head * tokens, (head + 1) * tokens}, u - first, std::min(next - first, w.units),
-                        {out + head * out_head, nullptr, out_token});
+                        {out + head * out_head, nullptr, out_token}, worker.scratch);
         u = next;
     }
 }
@@ -147,6 +147,10 @@ GroupRows ExpertsOp::tokens_of(const Step& step, int64_t piece) const {
     return {piece * piece_tokens_, std::min(step.tokens, (piece + 1) * piece_tokens_)};
 }
 
+size_t ExpertsOp::scratch_bytes(const Step&) const {
+    return matmul_scratch_bytes(std::max(set->gate_up.front()->cols, set->down.front()->cols));
+}
+
 void ExpertsOp::plan(Step& step, std::vector<Stage>& stages) {
     const auto experts = static_cast<int64_t>(set->down.size());
     const GroupShape up(set->gate_up), down(set->down);
@@ -172,15 +176,15 @@ void ExpertsOp::plan(Step& step, std::vector<Stage>& stages) {
     }
 }
 
-void ExpertsOp::work(const Step& step, int stage, const Claim& claim, const Worker&) {
+void ExpertsOp::work(const Step& step, int stage, const Claim& claim, const Worker& worker) {
     const Buffers b = buffers(step.shared->grouped.get());
     const GroupRows tokens = tokens_of(step, stage / 6);
     switch (stage % 6) {
         case 0: return sort(b, tokens);
         case 1: return gather(step, b, tokens, claim.begin, claim.end);
-        case 2: return products(step, b, false, claim.begin, claim.end);
+        case 2: return products(step, b, false, claim.begin, claim.end, worker.scratch);
         case 3: return activate(step, b, claim.begin, claim.end);
-        case 4: return products(step, b, true, claim.begin, claim.end);
+        case 4: return products(step, b, true, claim.begin, claim.end, worker.scratch);
         default: return sum(step, b, tokens, claim.begin, claim.end);
     }
 }
@@ -220,7 +224,8 @@ void ExpertsOp::gather(const Step& step, const Buffers& b, GroupRows tokens, int
     b.up.quantise(step, b.up_shape, begin, end);
 }
 
-void ExpertsOp::products(const Step& step, const Buffers& b, bool is_down, int64_t begin, int64_t end) const {
+void ExpertsOp::products(const Step& step, const Buffers& b, bool is_down, int64_t begin, int64_t end,
+                         uint8_t* scratch) const {
     const auto& all = is_down ? set->down : set->gate_up;
     const GroupShape& shape = is_down ? b.down_shape : b.up_shape;
     const int64_t units = shape.units, width = shape.rows;
@@ -234,7 +239,7 @@ void ExpertsOp::products(const Step& step, const Buffers& b, bool is_down, int64
             float* to = (is_down ? b.results : b.wide) + rows.begin * width;
             const Weight& w = *all[static_cast<size_t>(expert)];
             grouped_product(step, w, is_down ? b.down : b.up, rows, u - slot * units,
-                            std::min(stop - slot * units, w.units), {to, nullptr, width});
+                            std::min(stop - slot * units, w.units), {to, nullptr, width}, scratch);
         }
         u = stop;
     }

@@ -142,7 +142,7 @@ def test_routing(name: str, has_biases: bool, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("element_type", ["F32", "BF16", "Q8_0"])
+@pytest.mark.parametrize("element_type", ["F32", "BF16", "Q4_0", "Q8_0"])
 def test_products_per_head(element_type: str, path: str) -> None:
     heads, rows_out = 5, 40
     x = numbers(TOKENS, heads, 70)[:, :, 2:66]
@@ -156,7 +156,7 @@ def test_products_per_head(element_type: str, path: str) -> None:
         return np.ascontiguousarray(wide[rows, :, :rows_out])
 
     ours, theirs = assert_row_invariant(run, path), run(ReferenceBackend(), slice(None))
-    limit = 0.02 if element_type == "Q8_0" else 2e-6
+    limit = 0.02 if element_type.startswith("Q") else 2e-6
     assert np.abs(ours - theirs).max() < limit * np.abs(theirs).max()
 
 
