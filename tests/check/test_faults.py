@@ -94,7 +94,14 @@ def test_every_fault_is_named_in_int8(engine, name: str, tampers_last: bool) -> 
 
 def test_every_fault_of_the_proof_has_an_injection() -> None:
     proven = {injection.fault for injection in INJECTIONS.values()}
-    symptoms = {Fault.UNEXPLAINED, Fault.NO_HIT, Fault.INVARIANT, Fault.ACCOUNTING, Fault.FULL_PASS}
+    symptoms = {
+        Fault.UNEXPLAINED,
+        Fault.NO_HIT,
+        Fault.INVARIANT,
+        Fault.ACCOUNTING,
+        Fault.FULL_PASS,
+        Fault.DISAGREES,
+    }
     assert proven == set(Fault) - symptoms
 
 

@@ -87,7 +87,10 @@ class Shadow:
         self._paths: dict[tuple[int, int], tuple[I32, I64]] = {}
         self._first_starts: dict[int, int] = {}
         self._preemptions: dict[int, int] = {}
+        self._ends: dict[int, int] = {}
         self._resumed_at: dict[int, int] = {}
+        self._lost_up_to: dict[int, int] = {}
+        """Where a sequence had come before it was last preempted."""
         self._seen: set[tuple[Fault, str]] = set()
 
     # -- what the sequences ask for ------------------------------------------------------------------
@@ -163,6 +166,9 @@ class Shadow:
         if num_preemptions > self._preemptions.get(seq.seq_id, 0):
             self._preemptions[seq.seq_id] = num_preemptions
             self._resumed_at[seq.seq_id] = chunk.start
+            self._lost_up_to[seq.seq_id] = self._ends.get(seq.seq_id, 0)
+        end = chunk.start + chunk.length
+        self._ends[seq.seq_id] = max(end, self._ends.get(seq.seq_id, 0))
         if chunk.num_samples and chunk.start + chunk.length != seq.num_tokens:
             last = chunk.start + chunk.length - 1
             self._note(
@@ -286,8 +292,10 @@ class Shadow:
         block, content = slot // group.block_size, int(group.content[slot])
         is_page = group in self._groups.values()
         here = f"position {position} ({'block' if is_page else 'open block of seat'} {block})"
-        was_resumed = position < self._resumed_at.get(chunk.seq.seq_id, 0)
-        if was_resumed:
+        is_lost = position < self._resumed_at.get(chunk.seq.seq_id, 0) or (
+            content == UNWRITTEN and position < self._lost_up_to.get(chunk.seq.seq_id, 0)
+        )
+        if is_lost:
             fault = Fault.TOKENS_LOST
             held = self._describe(content)
             said = f"{here} was not computed again when the request resumed, and holds {held}"
