@@ -73,7 +73,10 @@ class KVGroup:
     def has_wide(self) -> bool:
         """Whether some stream is stored as it is computed, also while its block is open."""
         return any(
-            codec.is_wide for caches in self.caches for cache in caches for _, codec in cache.streams
+            codec.is_wide
+            for caches in self.caches
+            for cache in caches
+            for _, codec in cache.streams
         )
 
     @property
