@@ -124,12 +124,14 @@ static inline void store_transposed(const F (&rows)[16], int num_rows, int num_l
 
 static inline I i_zero() { return I{}; }
 static inline I i_set1(int32_t x) { return I{} + x; }
-static inline I i_add(I a, I b) { return a + b; }
-static inline I i_sub(I a, I b) { return a - b; }
-static inline I i_mul(I a, I b) { return a * b; }
+// Lanes that are masked away hold anything, so sums and shifts wrap around, as instructions do.
+typedef uint32_t Words __attribute__((vector_size(64)));
+static inline I i_add(I a, I b) { return (I)((Words)a + (Words)b); }
+static inline I i_sub(I a, I b) { return (I)((Words)a - (Words)b); }
+static inline I i_mul(I a, I b) { return (I)((Words)a * (Words)b); }
 template <int N>
 static inline I i_shl(I a) {
-    return a * (1 << N);
+    return (I)((Words)a << N);
 }
 static inline F f_from_i(I a) { return __builtin_convertvector(a, F); }
 static inline I i_from_f(F a) { return __builtin_convertvector(f_round(a), I); }
