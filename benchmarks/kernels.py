@@ -100,9 +100,14 @@ def random_weight(element_type: str, rows: int, cols: int, seed: int) -> HostTen
     rng = np.random.default_rng(seed)
     if element_type == "F32":
         data = rng.standard_normal((rows, cols)).astype(np.float32).view(np.uint8)
-    elif element_type in ("F16", "BF16"):
+    elif element_type == "F16":
         data = rng.standard_normal((rows, cols)).astype(np.float16).view(np.uint8)
-        data[..., 1::2] &= 0xBF
+    elif element_type == "BF16":  # the upper halves of floats
+        data = (
+            (rng.standard_normal((rows, cols)).astype(np.float32).view(np.uint32) >> 16)
+            .astype(np.uint16)
+            .view(np.uint8)
+        )
     else:
         features, size = QUANTISED[element_type]
         data = rng.integers(0, 256, (rows, cols // features, size), dtype=np.uint8)
@@ -231,7 +236,7 @@ def attend_rows(backend: NativeBackend, limits: Limits, timer: Timer) -> Iterato
     """Decoding over contexts, batches and formats, and prompts in chunks."""
     params = AttendParams(scale=DIM**-0.5)
     rng = np.random.default_rng(0)
-    is_wide = backend.kernel_path == "avx512"
+    is_wide = backend.kernel_path in ("amx", "avx512")
     for length, num_seqs in SIZES:
         for kv_format in FORMATS:
             num_layers = layers_for(kv_format, length, num_seqs)
@@ -303,7 +308,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--path", default=None, help="avx512, avx512vnni, avx2 or portable")
+    parser.add_argument("--path", default=None, help="amx, avx512, avx512vnni, avx2 or portable")
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--only", choices=("matmul", "attend"), help="one kind of kernel")
     parser.add_argument("--torch", action="store_true", help="torch's attention too")

@@ -172,9 +172,10 @@ struct Bf16DotForm {
             for (int v = 0; v < NV; ++v) f_store(out + static_cast<int64_t>(r) * padded + 16 * v, acc[r][v]);
         }
     }
-    static void weigh(const TileRows&, const uint8_t* tile, int dim, int num_rows, float* p, uint64_t mask,
+    static void weigh(const TileRows&, const uint8_t* tile, int dim, int num_rows, float* p, const uint64_t* masks,
                       const float* alpha, float* acc, Ahead& ahead) {
         const int padded = padded_to(dim, 16);
+        const uint64_t mask = masks[0];
         const uint32_t* values = reinterpret_cast<const uint32_t*>(tile);
         in_row_tiles(num_rows, [&](auto rows, int i) {
             constexpr int R = rows.value;

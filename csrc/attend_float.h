@@ -163,14 +163,14 @@ struct FloatForm {
         });
     }
 
-    static void weigh(const TileRows& values, const uint8_t* tile, int dim, int num_rows, float* p, uint64_t mask,
+    static void weigh(const TileRows& values, const uint8_t* tile, int dim, int num_rows, float* p, const uint64_t* masks,
                       const float* alpha, float* acc, Ahead& ahead) {
         if (tile) {
             auto row_of = [&](int j) { return tile + j * padded_bytes(dim); };
-            weigh_rows<StreamType::FP32>(row_of, dim, num_rows, p, mask, alpha, acc, ahead);
+            weigh_rows<StreamType::FP32>(row_of, dim, num_rows, p, masks[0], alpha, acc, ahead);
         } else {
             auto row_of = [&](int j) { return values.row[j]; };
-            weigh_rows<T>(row_of, dim, num_rows, p, mask, alpha, acc, ahead);
+            weigh_rows<T>(row_of, dim, num_rows, p, masks[0], alpha, acc, ahead);
         }
     }
 
@@ -188,7 +188,7 @@ constexpr KeyForm key_form() {
 
 template <class Form>
 constexpr ValueForm value_form() {
-    return {Form::tile_bytes, Form::pack, Form::exponentiate, Form::weigh, Form::settle};
+    return {Form::tile_bytes, Form::pack, Form::exponentiate, Form::weigh, Form::settle, false};
 }
 
 }  // namespace KVERN_PATH

@@ -132,9 +132,10 @@ struct Int8Form {
         }
     }
 
-    static void weigh(const TileRows& values, const uint8_t* tile, int dim, int num_rows, float* p, uint64_t mask,
+    static void weigh(const TileRows& values, const uint8_t* tile, int dim, int num_rows, float* p, const uint64_t* masks,
                       const float* alpha, float* acc, Ahead& ahead) {
         const int padded = padded_to(dim, 16);
+        const uint64_t mask = masks[0];
         float unit[kRowBlock];
         for (int r = 0; r < num_rows; ++r) unit[r] = round_weights(p + r * kTile, values.scale, mask);
         const int begin = __builtin_ctzll(mask) / 2, end = (kTile + 1 - __builtin_clzll(mask)) / 2;

@@ -51,15 +51,16 @@ static size_t cut_buffers(const AttendShape& s, uint8_t* scratch, ItemBuffers& b
     auto larger = [](int64_t x, int64_t y) { return x > y ? x : y; };
     b.keys = take(larger(stored.key_form().tile_bytes(s.keys.dim), open.key_form().tile_bytes(s.keys.dim)));
     b.values = take(larger(stored.value_form().tile_bytes(s.values.dim), open.value_form().tile_bytes(s.values.dim)));
-    b.q = take(rows * stored.key_form().q_bytes(s.keys.dim));
-    b.open_q = take(s.is_narrow() ? rows * open.key_form().q_bytes(s.keys.dim) : 0);
+    // A path may read, and make scores of, some rows past an item's own.
+    b.q = take((rows + kScoreSlack) * stored.key_form().q_bytes(s.keys.dim));
+    b.open_q = take(s.is_narrow() ? (rows + kScoreSlack) * open.key_form().q_bytes(s.keys.dim) : 0);
     const int64_t widest = larger(padded_to(s.keys.dim, kPackAlign), padded_to(s.values.dim, kPackAlign));
     b.zeros = take(4 * widest);
     b.spare = take(2 * kTile * widest);
     b.spare_bytes = kTile * widest;
     b.key_rows = reinterpret_cast<TileRows*>(take(sizeof(TileRows)));
     b.value_rows = reinterpret_cast<TileRows*>(take(sizeof(TileRows)));
-    b.scores = reinterpret_cast<float*>(take(kRowBlock * kTile * 4));
+    b.scores = reinterpret_cast<float*>(take((kRowBlock + kScoreSlack) * kTile * 4));
     b.rows.acc = reinterpret_cast<float*>(take(rows * padded * 4));
     b.rows.run = reinterpret_cast<float*>(take(rows * padded * 4));
     for (float** p : {&b.rows.m, &b.rows.l, &b.rows.run_m, &b.rows.run_l, &b.q_unit, &b.open_q_unit}) {
@@ -293,6 +294,10 @@ static int64_t attend_item(const AttendShape& shape, const AttendItem& item, uin
     const int rows = item.num_tokens * item.num_heads * item.num_kv_heads;
     const int64_t padded = shape.value_dim_padded;
     prepare_rows(shape, item, b, rows);
+#ifdef KVERN_TILES
+    const TileConfig tiles = TileForm::config(item.num_tokens * item.num_heads);
+    const TileScope scope(tiles);
+#endif
     int64_t pairs = 0;
     for (int64_t unit = item.unit_begin; unit < item.unit_end; ++unit) {
         if (!attend_any_unit(shape, item, b, unit, pairs)) return -1;

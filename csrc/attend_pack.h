@@ -10,7 +10,12 @@ using kvern::AttendShape;
 using kvern::kTile;
 
 constexpr int kDotKeys = 4;     // keys whose scores are summed up together
+#ifdef KVERN_TILES
+constexpr int kRowBlock = 48;
+#else
 constexpr int kRowBlock = 24;   // rows that go through scores, softmax and values together: they stay in L1
+#endif
+constexpr int kScoreSlack = 16;
 constexpr int kPackAlign = 32;  // integer rows are read in whole runs of this many elements
 
 static inline int padded_to(int n, int whole) { return (n + whole - 1) / whole * whole; }
@@ -82,11 +87,12 @@ struct ValueForm {
     bool (*pack)(const TileRows& values, int dim, int num_rows, uint8_t* tile, Ahead& ahead);
     // A row's scores to probabilities 2^(s c - m) in place, as they will be used; returns their sum.
     float (*exponentiate)(float* scores, float c, float m);
-    // acc = acc alpha + p v over the keys in the mask, for rows that share one; p [rows][kTile] is spent.
-    void (*weigh)(const TileRows& values, const uint8_t* tile, int dim, int num_rows, float* p, uint64_t mask,
-                  const float* alpha, float* acc, Ahead& ahead);
+    // acc = acc alpha + p v over the keys in each row's mask; p [rows][kTile] is spent.
+    void (*weigh)(const TileRows& values, const uint8_t* tile, int dim, int num_rows, float* p,
+                  const uint64_t* masks, const float* alpha, float* acc, Ahead& ahead);
     // The order of features that weigh keeps, to the order they have: once per unit.
     void (*settle)(int dim, int num_rows, float* acc);
+    bool takes_any_masks;  // weigh takes rows with different masks; otherwise all of a call have one
 };
 
 // Calls use(src, j, count) for each run of needed positions of one head that lies in one block; false

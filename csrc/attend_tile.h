@@ -33,6 +33,9 @@ static inline void in_row_tiles(int n, Call&& call) {
 #include "attend_bf16.h"
 #include "attend_float.h"
 #include "attend_int8.h"
+#ifdef KVERN_TILES
+#include "attend_tiles.h"
+#endif
 
 namespace KVERN_PATH {
 
@@ -40,7 +43,9 @@ namespace KVERN_PATH {
 static const KeyForm kKeyForms[] = {
     key_form<FloatForm<StreamType::FP32>>(),
     key_form<FloatForm<StreamType::FP16>>(),
-#ifdef __AVX512BF16__
+#if defined(KVERN_TILES)
+    {TileForm::q_bytes, TileForm::key_tile_bytes, TileForm::prepare_q, TileForm::pack_keys, TileForm::score},
+#elif defined(__AVX512BF16__)
     {Bf16DotForm::q_bytes, Bf16DotForm::key_tile_bytes, Bf16DotForm::prepare_q, Bf16DotForm::pack_keys,
      Bf16DotForm::score},
 #else
@@ -52,13 +57,15 @@ static const KeyForm kKeyForms[] = {
 static const ValueForm kValueForms[] = {
     value_form<FloatForm<StreamType::FP32>>(),
     value_form<FloatForm<StreamType::FP16>>(),
-#ifdef __AVX512BF16__
+#if defined(KVERN_TILES)
+    {TileForm::tile_bytes, TileForm::pack, Bf16DotForm::exponentiate, TileForm::weigh, Bf16DotForm::settle, true},
+#elif defined(__AVX512BF16__)
     value_form<Bf16DotForm>(),
 #else
     value_form<FloatForm<StreamType::BF16>>(),
 #endif
     {Int8Form::tile_bytes, Int8Form::pack, FloatForm<StreamType::FP32>::exponentiate, Int8Form::weigh,
-     Int8Form::settle},
+     Int8Form::settle, false},
 };
 
 // What is known about each row of an item, and where its tile operands lie.
@@ -131,11 +138,12 @@ static void attend_rows(const AttendShape& shape, const KeyTile& tile, const Row
         row.m[r] = m_new[r - begin];
         if (r % 4 == 0) ahead.step();
     }
+    auto go_together = [&](uint64_t a, uint64_t b) { return tile.value_form->takes_any_masks ? (a != 0) == (b != 0) : a == b; };
     for (int r = begin; r < end;) {
         int n = 1;
-        while (r + n < end && row.masks[r + n] == row.masks[r]) ++n;
+        while (r + n < end && go_together(row.masks[r], row.masks[r + n])) ++n;
         if (row.masks[r] != 0) {
-            tile.value_form->weigh(*tile.values, tile.packed_values, shape.values.dim, n, scores_of(r), row.masks[r],
+            tile.value_form->weigh(*tile.values, tile.packed_values, shape.values.dim, n, scores_of(r), row.masks + r,
                                    alpha + (r - begin), row.acc + static_cast<int64_t>(r) * padded, ahead);
         }
         r += n;

@@ -2,9 +2,34 @@
 
 #include <stdexcept>
 
+#if defined(KVERN_AMX_PATH) && !defined(KVERN_EMULATE_AVX512)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace kvern {
 
 namespace {
+
+#if defined(KVERN_AMX_PATH)
+// Tiles of int8 and bf16, and the system's leave to use their registers, which a process asks for once.
+bool may_use_tiles() {
+#if defined(KVERN_EMULATE_AVX512)
+    return true;
+#else
+    constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24, kInt8 = 1u << 25;  // CPUID 7.0, EDX
+    constexpr long kAskForState = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    static const bool granted = [] {
+        unsigned a = 0, b = 0, c = 0, d = 0;
+        if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+        if ((d & (kBf16 | kTiles | kInt8)) != (kBf16 | kTiles | kInt8)) return false;
+        return syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
+    }();
+    return granted;
+#endif
+}
+#endif
 
 const KernelTable* table_of(const std::string& name) {
 #if defined(KVERN_X86_PATHS)
@@ -21,6 +46,9 @@ const KernelTable* table_of(const std::string& name) {
                       __builtin_cpu_supports("avx512vnni");
     const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
 #endif
+#if defined(KVERN_AMX_PATH)
+    if (name == "amx" && bf16 && may_use_tiles()) return amx_kernels();
+#endif
     if (name == "avx512" && bf16) return avx512_kernels();
     if (name == "avx512vnni" && vnni) return avx512vnni_kernels();
 #endif
@@ -33,7 +61,7 @@ const KernelTable* table_of(const std::string& name) {
 
 std::vector<std::string> available_paths() {
     std::vector<std::string> names;
-    for (const char* name : {"avx512", "avx512vnni", "avx2", "portable"}) {
+    for (const char* name : {"amx", "avx512", "avx512vnni", "avx2", "portable"}) {
         if (table_of(name)) names.emplace_back(name);
     }
     return names;

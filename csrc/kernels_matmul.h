@@ -262,21 +262,40 @@ static inline void unpack_quads(const uint8_t* codes, uint8_t* to) {
     if constexpr (QUAD < 7) unpack_quads<T, QUAD + 1>(codes, to);
 }
 
+template <ElementType T>
+static inline void unpack_group(const QuantJob& job, int64_t g, uint8_t* to) {
+    const uint8_t* group = job.groups + g * job.group_bytes;
+    for (int64_t b = 0; b < job.x.cols / kBlock; ++b) {
+        unpack_quads<T, 0>(group + kvern::codes_at(Codes<T>::layout, b), to + b * kPlainBytes);
+    }
+}
+
 // Many tokens: one group's codes are unpacked once, and stay in the first-level cache for all of them.
 template <ElementType T>
 static void quant_group_plain(const QuantJob& job, int64_t g) {
-    const uint8_t* group = job.groups + g * job.group_bytes;
-    for (int64_t b = 0; b < job.x.cols / kBlock; ++b) {
-        unpack_quads<T, 0>(group + kvern::codes_at(Codes<T>::layout, b), job.scratch + b * kPlainBytes);
-    }
+    unpack_group<T>(job, g, job.scratch);
     int64_t t = 0;
     quant_tokens<T, true, 1, kQuantRowTile>(job, g, t);
     quant_tokens<T, true, 1, 2>(job, g, t);
     quant_tokens<T, true, 1, 1>(job, g, t);
 }
 
+#ifdef KVERN_TILES
+}  // namespace KVERN_PATH
+#include "matmul_tiles.h"
+namespace KVERN_PATH {
+#endif
+
 template <ElementType T>
-static void quant_product(const QuantJob& job) {
+static void quant_product(QuantJob job) {
+#ifdef KVERN_TILES
+    const int64_t done = quant_tiles_of<T>(job);
+    job.x.q += done * job.x.cols;
+    job.x.meta += done * (job.x.cols / kBlock);
+    job.num_tokens -= done;
+    job.out = job.out.from_token(done);
+    if (job.num_tokens == 0) return;
+#endif
     int64_t g = 0;
     if constexpr (kUnpacksFirst && !Codes<T>::is_signed) {
         if (job.scratch && job.num_tokens >= kPlainTokens) {

@@ -113,7 +113,7 @@ void MatmulOp::tiles(const Step& step, int64_t begin, int64_t end, const Input& 
     const Weight& w = *weight;
     const int64_t blocks = w.cols / kBlock;
     const int64_t row_bytes = w.cols * (w.has_float ? 4 : 1);
-    const int64_t tokens_at_once = std::max<int64_t>(48, kCacheBytes / row_bytes / 12 * 12);
+    const int64_t tokens_at_once = std::max<int64_t>(48, kCacheBytes / row_bytes / 48 * 48);
     for (int64_t u = begin; u < end;) {
         const Segment& s = w.segment_of_unit(u);
         const int64_t first = (u - s.first_unit) * s.unit_groups;

@@ -144,6 +144,7 @@ static inline void store_i8(int8_t* p, I a) {  // saturating
 }
 
 static inline B b_load(const uint8_t* p) { return _mm512_loadu_si512(p); }
+static inline void b_store(uint8_t* p, B x) { _mm512_storeu_si512(p, x); }
 static inline B b_low(B a) { return _mm512_and_si512(a, _mm512_set1_epi8(0x0f)); }
 static inline B b_high(B a) {
     return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(0x0f));

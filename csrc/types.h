@@ -36,6 +36,8 @@ struct MatmulOut {
     float* to;
     float* add_to;   // null for none
     int64_t stride;  // of both
+
+    MatmulOut from_token(int64_t t) const { return {to + t * stride, add_to ? add_to + t * stride : nullptr, stride}; }
 };
 
 // One stream of one layer: page `b` starts at `pages + b * page_bytes + offset` and is
@@ -166,5 +168,6 @@ const KernelTable* portable_kernels();
 const KernelTable* avx2_kernels();
 const KernelTable* avx512vnni_kernels();
 const KernelTable* avx512_kernels();
+const KernelTable* amx_kernels();
 
 }  // namespace kvern

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,43 @@ settings.register_profile(
 )
 settings.load_profile("kvern")
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before the first import of numpy or torch: each worker's libraries keep to one core.
+    # Engines still use as many threads as a test asks for.
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(variable, "1")
+
 NATIVE_REQUIRED = os.environ.get("KVERN_REQUIRE_NATIVE", "").lower() not in ("", "0", "false", "no")
 _UNREACHABLE = "cannot reach the package index"
+
+MAX_WORKERS = 8
+"""Each has its own torch in memory and builds its own small models."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """``-n auto``: one worker per core that this process may use, also where cores share a unit."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return min(cores, MAX_WORKERS)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked ``long`` begin first, each in another worker, so that nobody waits for them alone."""
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    if workers == 1:
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    others = iter([item for item in items if item.get_closest_marker("long") is None])
+    ordered: list[pytest.Item] = []
+    left = len(items)
+    for worker in range(workers):
+        size = left // (workers - worker)  # worksteal hands out equal runs of neighbours at first
+        left -= size
+        first = long[worker::workers]
+        ordered += [*first, *islice(others, max(0, size - len(first)))]
+    items[:] = [*ordered, *others]
 
 
 def _catalogue_file(name: str) -> Path:

@@ -13,6 +13,8 @@ from kvern.kernels.native import ELEMENT_TYPES, available_kernel_paths
 from kvern.kernels.protocol import AttendBatch, AttendParams, Backend, HostTensor, PagedStream
 
 PATHS = available_kernel_paths()
+ROUNDING_PATHS = ("amx", "avx512")
+"""Paths that round queries and probabilities to bf16 beside bf16 keys and values."""
 QUANTISED = ELEMENT_TYPES[3:]
 STREAM_DTYPES: dict[str, Any] = {
     "fp32": np.dtype(np.float32),

@@ -75,6 +75,7 @@ def results(text: str) -> tuple[dict[str, str], dict[str, np.ndarray]]:
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_arm_computes_the_same_bits(tmp_path: Path) -> None:
     if platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip(

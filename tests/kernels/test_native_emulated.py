@@ -44,6 +44,7 @@ def build_emulated(folder: Path) -> Path:
 
 
 @pytest.mark.full
+@pytest.mark.long
 @pytest.mark.usefixtures("require_native")
 def test_the_avx512_paths_emulated(tmp_path: Path) -> None:
     if platform.machine() not in ("x86_64", "AMD64"):

@@ -35,6 +35,7 @@ def sanitizer_library(name: str) -> str:
 
 
 @pytest.mark.full
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads the sanitizers as Linux does")
 def test_the_extension_under_sanitizers(tmp_path: Path) -> None:
     pytest.importorskip("nanobind", reason="building the extension needs nanobind")

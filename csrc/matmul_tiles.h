@@ -1,0 +1,177 @@
+// Quantised products of many tokens on tile registers: 16 tokens x 16 weight rows x one block of 32
+// features at a time. The sums are exact and the float steps those of quant_tile, so the numbers are too.
+#pragma once
+
+namespace KVERN_PATH {
+
+constexpr int kTileTokens = 16;
+constexpr int kTileGroups = 4;  // whose codes, a byte each, fill the scratch
+
+// Tiles 0 and 1 hold sums, 4 and 5 activations, 6 and 7 codes. Of Q6_K, whose scales change every 16
+// features, a block is two products.
+template <ElementType T>
+static inline TileConfig quant_tiles() {
+    constexpr int kFeatures = Codes<T>::is_six ? kBlock / 2 : kBlock;
+    TileConfig config;
+    for (int c = 0; c < 2; ++c) config.set(c, kTileTokens, 64);
+    for (int a = 4; a < 6; ++a) config.set(a, kTileTokens, kFeatures);
+    for (int b = 6; b < 8; ++b) config.set(b, kFeatures / 4, 64);
+    return config;
+}
+
+template <ElementType T, int C>
+static inline void tile_product(const int8_t* x, int64_t cols, const uint8_t* codes, int32_t* dots) {
+    tile_load<C + 4>(x, cols);
+    tile_load<C + 6>(codes, 64);
+    tile_zero<C>();
+    if constexpr (Codes<T>::is_signed) {
+        tile_dot_ss<C, C + 4, C + 6>();
+    } else {
+        tile_dot_su<C, C + 4, C + 6>();
+    }
+    tile_store<C>(dots, 64);
+}
+
+struct BlockDots {
+    alignas(64) int32_t low[kTileTokens * kGroupRows], high[kTileTokens * kGroupRows];  // high of Q6_K alone
+};
+
+template <ElementType T>
+static inline void block_product(const int8_t* x, int64_t cols, const uint8_t* codes, bool odd, BlockDots& dots) {
+    if constexpr (Codes<T>::is_six) {
+        tile_product<T, 0>(x, cols, codes, dots.low);
+        tile_product<T, 1>(x + kBlock / 2, cols, codes + kPlainBytes / 2, dots.high);
+    } else if (odd) {
+        tile_product<T, 0>(x, cols, codes, dots.low);
+    } else {
+        tile_product<T, 1>(x, cols, codes, dots.low);
+    }
+}
+
+// What is known of some blocks of 16 tokens, token beside token.
+constexpr int kMetaBlocks = 32;
+struct TokenMeta {
+    float scale[kMetaBlocks][kTileTokens], scaled_sum[kMetaBlocks][kTileTokens];
+    int32_t zero[kMetaBlocks][kTileTokens], low_zero[kMetaBlocks][kTileTokens];  // zero point times sums
+};
+
+template <ElementType T>
+static inline void gather_meta(const BlockMeta* meta, int64_t blocks, int count, TokenMeta& to) {
+    static_assert(sizeof(BlockMeta) == 16, "four words, as they are gathered");
+    constexpr int kShift = Codes<T>::is_signed || Codes<T>::zero_shift < 0 ? 0 : Codes<T>::zero_shift;
+    const int stride = static_cast<int>(4 * blocks);
+    const I at = i_mul(i_set1(stride), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+    auto words = [&](int b, int word) { return _mm512_i32gather_epi32(at, reinterpret_cast<const int32_t*>(meta + b) + word, 4); };
+    for (int b = 0; b < count; ++b) {
+        f_store(to.scale[b], f_bits(words(b, 0)));
+        if constexpr (Codes<T>::has_offset) f_store(to.scaled_sum[b], f_bits(words(b, 1)));
+        if constexpr (kShift > 0) {
+            I sum = words(b, 2);
+            if constexpr (Codes<T>::is_six) {
+                const I low = words(b, 3);
+                sum = i_sub(sum, low);
+                _mm512_storeu_si512(to.low_zero[b], i_shl<kShift>(low));
+            }
+            _mm512_storeu_si512(to.zero[b], i_shl<kShift>(sum));
+        }
+    }
+}
+
+// Adds one block's products to acc [16 tokens][16 rows]; b counts from the first block that `meta` holds.
+template <ElementType T>
+static inline void add_block(const BlockDots& d, const uint8_t* chunk, int64_t block, const TokenMeta& meta, int b,
+                             F (&acc)[kTileTokens][1]) {
+    if constexpr (Codes<T>::is_six) {
+        const int8_t* sc = reinterpret_cast<const int8_t*>(chunk + 32 + block % 8 * 32);
+        const I first = i_from_f(f_load_i8(sc)), second = i_from_f(f_load_i8(sc + 16));
+        const F scale = f_load_f16(chunk);
+#pragma GCC unroll 16
+        for (int i = 0; i < kTileTokens; ++i) {
+            const I low = i_sub(_mm512_load_si512(d.low + 16 * i), i_set1(meta.low_zero[b][i]));
+            const I high = i_sub(_mm512_load_si512(d.high + 16 * i), i_set1(meta.zero[b][i]));
+            const I joined = i_add(i_mul(low, first), i_mul(high, second));
+            acc[i][0] = f_fma(f_from_i(joined), f_mul(scale, f_set1(meta.scale[b][i])), acc[i][0]);
+        }
+        return;
+    }
+    F scale, offset;
+    load_scales<T>(chunk, block, scale, offset);
+#pragma GCC unroll 16
+    for (int i = 0; i < kTileTokens; ++i) {
+        I dot = _mm512_load_si512(d.low + 16 * i);
+        if constexpr (!Codes<T>::is_signed && Codes<T>::zero_shift >= 0) dot = i_sub(dot, i_set1(meta.zero[b][i]));
+        acc[i][0] = f_fma(f_from_i(dot), f_mul(scale, f_set1(meta.scale[b][i])), acc[i][0]);
+        if constexpr (Codes<T>::has_offset) acc[i][0] = f_fma(offset, f_set1(meta.scaled_sum[b][i]), acc[i][0]);
+    }
+}
+
+struct TileSums {
+    alignas(64) float at[kTileTokens][kGroupRows];
+};
+
+// Blocks [begin, begin + count) of one group against 16 tokens, whose activations of block 0 begin at x.
+// `codes` holds block 0's codes, a byte each; int8 codes are read as they lie in the group.
+template <ElementType T>
+static void add_blocks(const uint8_t* group, const uint8_t* codes, const int8_t* x, int64_t cols, int64_t begin,
+                       int count, const TokenMeta& meta, TileSums& sums) {
+    auto product = [&](int64_t b, BlockDots& dots) {
+        const uint8_t* at = Codes<T>::is_signed ? group + kvern::codes_at(Codes<T>::layout, b) : codes + b * kPlainBytes;
+        block_product<T>(x + b * kBlock, cols, at, b % 2, dots);
+    };
+    constexpr int kAhead = 2;  // blocks that the tiles work ahead of the lanes
+    BlockDots dots[4];
+    F acc[kTileTokens][1];
+#pragma GCC unroll 16
+    for (int i = 0; i < kTileTokens; ++i) acc[i][0] = f_load(sums.at[i]);
+    for (int b = 0; b < kAhead && b < count; ++b) product(begin + b, dots[b]);
+    for (int b = 0; b < count; ++b) {
+        if (b + kAhead < count) product(begin + b + kAhead, dots[(b + kAhead) % 4]);
+        add_block<T>(dots[b % 4], group + kvern::scales_at(Codes<T>::layout, begin + b), begin + b, meta, b, acc);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kTileTokens; ++i) f_store(sums.at[i], acc[i][0]);
+}
+
+// `num` groups from g on against tokens t to t + 15.
+template <ElementType T>
+static void quant_tokens_16(const QuantJob& job, int64_t g, int num, int64_t t) {
+    const int64_t cols = job.x.cols, blocks = cols / kBlock;
+    for (int k = 0; k < kTileTokens; ++k) {  // results go to as many far lines: ask for them now
+        for (int i = 0; i < num; ++i) __builtin_prefetch(job.out.to + (t + k) * job.out.stride + (g + i) * kGroupRows, 1);
+    }
+    TileSums sums[kTileGroups] = {};
+    TokenMeta meta;
+    for (int64_t begin = 0; begin < blocks; begin += kMetaBlocks) {
+        const int count = blocks - begin < kMetaBlocks ? static_cast<int>(blocks - begin) : kMetaBlocks;
+        gather_meta<T>(job.x.meta + t * blocks + begin, blocks, count, meta);
+        for (int i = 0; i < num; ++i) {
+            add_blocks<T>(job.groups + (g + i) * job.group_bytes, job.scratch + i * cols * kGroupRows,
+                          job.x.q + t * cols, cols, begin, count, meta, sums[i]);
+        }
+    }
+    for (int i = 0; i < num; ++i) {
+        const int64_t row = (g + i) * kGroupRows;
+        for (int k = 0; k < kTileTokens; ++k) {
+            store_outputs(f_load(sums[i].at[k]), job.out, (t + k) * job.out.stride + row, job.num_rows - row);
+        }
+    }
+}
+
+// Whole sixteens of tokens for every group; returns the first token that is left.
+template <ElementType T>
+static int64_t quant_tiles_of(const QuantJob& job) {
+    const int64_t whole = job.num_tokens / kTileTokens * kTileTokens;
+    if (whole == 0 || !job.scratch) return 0;
+    const TileConfig config = quant_tiles<T>();
+    const TileScope scope(config);
+    for (int64_t g = 0; g < job.num_groups; g += kTileGroups) {
+        const int num = job.num_groups - g < kTileGroups ? static_cast<int>(job.num_groups - g) : kTileGroups;
+        for (int i = 0; !Codes<T>::is_signed && i < num; ++i) {
+            unpack_group<T>(job, g + i, job.scratch + i * job.x.cols * kGroupRows);
+        }
+        for (int64_t t = 0; t < whole; t += kTileTokens) quant_tokens_16<T>(job, g, num, t);
+    }
+    return whole;
+}
+
+}  // namespace KVERN_PATH
