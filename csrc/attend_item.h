@@ -165,6 +165,8 @@ static RowRange set_masks(const AttendShape& shape, const AttendItem& item, Span
     return range;
 }
 
+constexpr int kTilesAhead = 2;  // of one head: memory takes about as long as two of them
+
 // False when a needed key has no valid block.
 static bool find_tile(const AttendShape& shape, const AttendItem& item, const ItemBuffers& b, const Walk& walk,
                       int head, int64_t base, uint64_t need) {
@@ -201,14 +203,14 @@ static bool attend_tile(const AttendShape& shape, const AttendItem& item, const 
     return true;
 }
 
-// What will be read after this tile: the same tile of the next head, or the next tile.
+// What will be read after the next tile, counting heads of one tile before the next tile.
 static void look_ahead(const AttendShape& shape, const AttendItem& item, const Walk& walk, int head, int64_t base,
                        Ahead& ahead) {
     ahead.clear();
     if (walk.span == Span::OPEN) return;
-    const bool same_tile = head + 1 < item.first_kv_head + item.num_kv_heads;
-    const int64_t next_base = same_tile ? base : base + kTile;
-    const int next_head = same_tile ? head + 1 : item.first_kv_head;
+    const int steps = head - item.first_kv_head + kTilesAhead;
+    const int64_t next_base = base + steps / item.num_kv_heads * kTile;
+    const int next_head = item.first_kv_head + steps % item.num_kv_heads;
     if (next_base > last_position(item) || next_base >= item.unit_limit * kUnit) return;
     const uint64_t next = walk.needed(shape, item, next_base);
     for (const StreamView* s : {&shape.keys, &shape.values}) {

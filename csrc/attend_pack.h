@@ -45,7 +45,7 @@ public:
             const uint8_t* at = runs_[next_].at;
             const int left = static_cast<int>((runs_[next_].end - at + 63) / 64);
             const int count = left < lines ? left : lines;
-            for (int i = 0; i < count; ++i) __builtin_prefetch(at + 64 * i);
+            for (int i = 0; i < count; ++i) __builtin_prefetch(at + 64 * i, 0, 2);
             runs_[next_].at = at + 64 * static_cast<int64_t>(count);
             lines -= count;
             if (count == left) ++next_;
@@ -95,26 +95,35 @@ struct ValueForm {
     bool takes_any_masks;  // weigh takes rows with different masks; otherwise all of a call have one
 };
 
-// Calls use(src, j, count) for each run of needed positions of one head that lies in one block; false
+// Calls use(src, scales, j, count) for each run of needed positions of one head that lies in one block; false
 // when a needed position has no valid block.
 template <class Use>
 static inline bool for_each_run(const AttendItem& item, const StreamView& stream, int head, int64_t base,
                                 uint64_t need, Use&& use) {
     const int64_t row_bytes = row_bytes_of(stream.type, stream.dim);
+    const int size = stream.block_size;
+    const int32_t* blocks = item.block_table + base / size;
+    int slot = static_cast<int>(base % size);  // of position base + j
     int j = 0;
     while (j < kTile && need >> j) {
-        j += __builtin_ctzll(need >> j);
-        const int64_t slot = (base + j) % stream.block_size;
+        const int skip = __builtin_ctzll(need >> j);
+        j += skip;
+        for (slot += skip; slot >= size; slot -= size) ++blocks;
         const uint64_t rest = ~(need >> j);
         int count = rest ? __builtin_ctzll(rest) : kTile;
         if (count > kTile - j) count = kTile - j;
-        if (count > stream.block_size - slot) count = static_cast<int>(stream.block_size - slot);
-        const int64_t block = item.block_table[(base + j) / stream.block_size];
+        if (count > size - slot) count = size - slot;
+        const int64_t block = *blocks;
         if (block <= 0 || block >= stream.num_blocks) return false;
-        const int64_t at = head * static_cast<int64_t>(stream.block_size) + slot;
+        const int64_t at = head * static_cast<int64_t>(size) + slot;
         const uint8_t* page = stream.pages + block * stream.page_bytes;
         use(page + stream.offset + at * row_bytes, page + stream.scale_offset + 4 * at, j, count);
         j += count;
+        slot += count;
+        if (slot == size) {
+            slot = 0;
+            ++blocks;
+        }
     }
     return true;
 }
