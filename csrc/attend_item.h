@@ -190,6 +190,7 @@ static bool attend_tile(const AttendShape& shape, const AttendItem& item, const 
     const KeyForm& key_form = walk.pass.key_form();
     const ValueForm& value_form = walk.pass.value_form();
     const int num_rows = range.end - range.begin;
+    b.key_rows->item_rows = b.value_rows->item_rows = item.num_tokens * item.num_heads;
     const bool has_keys = key_form.pack(*b.key_rows, shape.keys.dim, num_rows, b.keys, ahead);
     const bool has_values = value_form.pack(*b.value_rows, shape.values.dim, num_rows, b.values, ahead);
     const KeyTile tile{&key_form,    &value_form, b.key_rows, b.value_rows, has_keys ? b.keys : nullptr,
@@ -200,6 +201,7 @@ static bool attend_tile(const AttendShape& shape, const AttendItem& item, const 
         const int end = r + kRowBlock < range.end ? r + kRowBlock : range.end;
         attend_rows(shape, tile, rows, r, end, ahead);
     }
+    ahead.finish();
     return true;
 }
 

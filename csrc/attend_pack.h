@@ -52,6 +52,11 @@ public:
         }
     }
 
+    // Whatever is left.
+    void finish() {
+        while (next_ < count_) step();
+    }
+
 private:
     static constexpr int kMost = 4 * kTile;
     struct Run {
@@ -63,8 +68,9 @@ private:
 
 // One head's vectors at a tile's 64 positions. Those that nobody needs point to zeros.
 struct TileRows {
-    const uint8_t* row[kTile];
+    alignas(64) const uint8_t* row[kTile];
     alignas(64) float scale[kTile];  // of forms that have one
+    int item_rows;                   // query rows per KV head of the item
 };
 
 // How keys of one stored form meet queries. Scores are what the product q.k is times the factor that

@@ -6,6 +6,9 @@
 //   values   a tile of kTile keys from nothing, in key order; then acc = acc alpha + that
 //
 // Keys that a row does not see have probability 0 there, so rows with different masks go together.
+//
+// For a few rows, packing keys would cost more than the products: keys are then the left-hand side, as they lie in
+// their page, and the queries the right-hand one. A product's operands may change sides: the bits are the same.
 #pragma once
 
 namespace KVERN_PATH {
@@ -17,10 +20,16 @@ struct TileForm {
     static TileConfig config(int rows) {
         TileConfig c;
         const int most = rows < kRows ? rows : kRows;
-        for (int t = 0; t < 6; ++t) c.set(t, most, 64);
-        for (int t = 6; t < 8; ++t) c.set(t, kTileWords, 64);
+        for (int t : {0, 1, 4, 5}) c.set(t, most, 64);
+        for (int t : {2, 3}) c.set(t, kTileWords, 4 * columns_of(rows));  // queries of a few rows, and their scores
+        for (int t : {6, 7}) c.set(t, kTileWords, 64);
         return c;
     }
+    static int columns_of(int rows) { return rows <= 4 ? 4 : kRows; }
+    static bool is_few(const TileRows& keys, int dim) {
+        return keys.item_rows <= kRows && dim % 32 == 0 && dim <= kMostFewDims;
+    }
+    static constexpr int kMostFewDims = 576;
 
     static int words_of(int dim) { return padded_to((dim + 1) / 2, kTileWords); }
     static int64_t q_bytes(int dim) { return 4 * static_cast<int64_t>(words_of(dim)); }
@@ -31,40 +40,97 @@ struct TileForm {
 
     static int64_t key_tile_bytes(int dim) { return kTile * q_bytes(dim); }
     static bool pack_keys(const TileRows& keys, int dim, int num_rows, uint8_t* tile, Ahead& ahead) {
+        if (is_few(keys, dim)) return gather_keys(keys, dim, tile);
         const int used = Bf16DotForm::words_of(dim), words = words_of(dim);
         Bf16DotForm::pack_keys(keys, dim, num_rows, tile, ahead);
         std::memset(tile + 4 * static_cast<int64_t>(kTile) * used, 0, static_cast<size_t>(4 * kTile * (words - used)));
         return true;
     }
 
-    // 16 rows (as many as the tiles have) against all keys of the tile.
+    // The sixteen keys from j on, when they lie one after the other.
+    static inline const uint8_t* keys_in_place(const TileRows& keys, int j, int64_t stride) {
+        const __m512i steps = _mm512_mullo_epi64(_mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7), _mm512_set1_epi64(stride));
+        const auto first = static_cast<long long>(reinterpret_cast<intptr_t>(keys.row[j]));
+        const __m512i low = _mm512_add_epi64(_mm512_set1_epi64(first), steps);
+        const __m512i high = _mm512_add_epi64(_mm512_set1_epi64(first + 8 * stride), steps);
+        const unsigned same = _mm512_cmpeq_epi64_mask(_mm512_loadu_si512(keys.row + j), low) &
+                              _mm512_cmpeq_epi64_mask(_mm512_loadu_si512(keys.row + j + 8), high);
+        return same == 0xff ? keys.row[j] : nullptr;
+    }
+    static bool gather_keys(const TileRows& keys, int dim, uint8_t* tile) {
+        const int64_t bytes = 2 * static_cast<int64_t>(dim);
+        for (int j = 0; j < kTile; j += kRows) {
+            if (keys_in_place(keys, j, bytes)) continue;
+            for (int i = j; i < j + kRows; ++i) std::memcpy(tile + i * bytes, keys.row[i], static_cast<size_t>(bytes));
+        }
+        return true;
+    }
+    // Scores [16 keys][columns] of one sixteen to rows of `scores`.
+    static inline void turn_scores(const float* turned, int columns, int num_rows, float* scores) {
+        F rows[16];
+        if (columns == 4) {
+            const __m512i pick = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 0, 0, 0, 0, 0, 0, 0);
+            F quarter[4];
+            for (int i = 0; i < 4; ++i) quarter[i] = f_load(turned + 16 * i);
+            for (int r = 0; r < num_rows; ++r) {
+                const __m512i at = _mm512_add_epi32(pick, _mm512_set1_epi32(r));
+                const F a = _mm512_permutex2var_ps(quarter[0], at, quarter[1]);
+                const F b = _mm512_permutex2var_ps(quarter[2], at, quarter[3]);
+                f_store(scores + r * kTile, _mm512_shuffle_f32x4(a, b, 0x44));
+            }
+            return;
+        }
+        for (int i = 0; i < 16; ++i) rows[i] = f_load(turned + 16 * i);
+        store_transposed(rows, 16, num_rows, scores, kTile);
+    }
+    static void score_few(const TileRows& keys, const uint8_t* tile, int dim, int num_rows, const uint8_t* q,
+                          float* scores, Ahead& ahead) {
+        const int columns = columns_of(keys.item_rows), words = dim / 2;
+        const int64_t bytes = 2 * static_cast<int64_t>(dim);
+        alignas(64) uint32_t queries[kMostFewDims / 2 * kRows];
+        alignas(64) float turned[16 * kRows];
+        if (num_rows < columns) std::memset(queries, 0, static_cast<size_t>(4 * words * columns));
+        for (int r = 0; r < num_rows; ++r) {
+            const uint32_t* from = reinterpret_cast<const uint32_t*>(q + r * bytes);
+            for (int w = 0; w < words; ++w) queries[w * columns + r] = from[w];
+        }
+        for (int j = 0; j < kTile; j += kRows) {
+            const uint8_t* in_place = keys_in_place(keys, j, bytes);
+            const uint8_t* at = in_place ? in_place : tile + j * bytes;
+            tile_zero<3>();
+            for (int w = 0; w < words; w += kTileWords) {
+                tile_load<2>(queries + w * columns, 4 * columns);
+                tile_load<6>(at + 4 * w, bytes);
+                tile_dot_bf16<3, 6, 2>();
+            }
+            tile_store<3>(turned, 4 * columns);
+            turn_scores(turned, columns, num_rows, scores + j);
+            ahead.step();
+        }
+    }
+
+    // 16 rows (as many as the tiles have) against half the keys of the tile.
     static inline void score_tile(const uint8_t* q, int64_t q_bytes, const uint8_t* keys, float* scores) {
         constexpr int64_t kStride = 4 * kTile;
         tile_zero<0>();
         tile_zero<1>();
-        tile_zero<2>();
-        tile_zero<3>();
         for (int64_t at = 0; at < q_bytes; at += 64, keys += kTileWords * kStride) {
             tile_load<4>(q + at, q_bytes);
             tile_load<6>(keys, kStride);
             tile_dot_bf16<0, 4, 6>();
             tile_load<7>(keys + 64, kStride);
             tile_dot_bf16<1, 4, 7>();
-            tile_load<6>(keys + 128, kStride);
-            tile_dot_bf16<2, 4, 6>();
-            tile_load<7>(keys + 192, kStride);
-            tile_dot_bf16<3, 4, 7>();
         }
         tile_store<0>(scores, kStride);
         tile_store<1>(scores + 16, kStride);
-        tile_store<2>(scores + 32, kStride);
-        tile_store<3>(scores + 48, kStride);
     }
-    static void score(const TileRows&, const uint8_t* tile, int dim, int num_rows, const uint8_t* q, const uint64_t*,
+    static void score(const TileRows& keys, const uint8_t* tile, int dim, int num_rows, const uint8_t* q, const uint64_t*,
                       float* scores, Ahead& ahead) {
+        if (is_few(keys, dim)) return score_few(keys, tile, dim, num_rows, q, scores, ahead);
         const int64_t bytes = q_bytes(dim);
         for (int i = 0; i < num_rows; i += kRows) {
             score_tile(q + i * bytes, bytes, tile, scores + i * kTile);
+            score_tile(q + i * bytes, bytes, tile + 128, scores + i * kTile + 32);
             ahead.step();
         }
     }
