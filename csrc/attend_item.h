@@ -165,8 +165,6 @@ static RowRange set_masks(const AttendShape& shape, const AttendItem& item, Span
     return range;
 }
 
-constexpr int kTilesAhead = 2;  // of one head: memory takes about as long as two of them
-
 // False when a needed key has no valid block.
 static bool find_tile(const AttendShape& shape, const AttendItem& item, const ItemBuffers& b, const Walk& walk,
                       int head, int64_t base, uint64_t need) {
@@ -201,25 +199,39 @@ static bool attend_tile(const AttendShape& shape, const AttendItem& item, const 
         const int end = r + kRowBlock < range.end ? r + kRowBlock : range.end;
         attend_rows(shape, tile, rows, r, end, ahead);
     }
-    ahead.finish();
     return true;
 }
 
-// What will be read after the next tile, counting heads of one tile before the next tile.
-static void look_ahead(const AttendShape& shape, const AttendItem& item, const Walk& walk, int head, int64_t base,
-                       Ahead& ahead) {
+// Asks for the next tile, all heads of it: in the order in which it lies in memory, since long runs are read
+// fastest. Where only a part of it is needed, head by head.
+static void look_ahead(const AttendShape& shape, const AttendItem& item, const Walk& walk, int64_t base, Ahead& ahead) {
     ahead.clear();
-    if (walk.span == Span::OPEN) return;
-    const int steps = head - item.first_kv_head + kTilesAhead;
-    const int64_t next_base = base + steps / item.num_kv_heads * kTile;
-    const int next_head = item.first_kv_head + steps % item.num_kv_heads;
-    if (next_base > last_position(item) || next_base >= item.unit_limit * kUnit) return;
-    const uint64_t next = walk.needed(shape, item, next_base);
-    for (const StreamView* s : {&shape.keys, &shape.values}) {
-        for_each_run(item, *s, next_head, next_base, next, [&](const uint8_t* src, const uint8_t* scales, int, int n) {
-            ahead.add(src, n * row_bytes_of(s->type, s->dim));
-            if (s->type == StreamType::INT8) ahead.add(scales, n * 4);
-        });
+    const int64_t next = base + kTile;
+    if (walk.span == Span::OPEN || next > last_position(item) || next >= item.unit_limit * kUnit) return;
+    const uint64_t need = walk.needed(shape, item, next);
+    const StreamView* streams[2] = {&shape.keys, &shape.values};
+    const int size = shape.keys.block_size;
+    if (need == ~0ull && kTile % size == 0) {
+        for (int64_t b = next / size; b < (next + kTile) / size; ++b) {
+            const int64_t block = item.block_table[b];
+            if (block <= 0 || block >= shape.keys.num_blocks) return;  // found out when it is read
+            for (const StreamView* s : streams) {
+                const uint8_t* page = s->pages + block * s->page_bytes;
+                const int64_t first = static_cast<int64_t>(item.first_kv_head) * size, count = static_cast<int64_t>(item.num_kv_heads) * size;
+                const int64_t row_bytes = row_bytes_of(s->type, s->dim);
+                ahead.add(page + s->offset + first * row_bytes, count * row_bytes);
+                if (s->type == StreamType::INT8) ahead.add(page + s->scale_offset + 4 * first, 4 * count);
+            }
+        }
+        return;
+    }
+    for (int head = item.first_kv_head; head < item.first_kv_head + item.num_kv_heads; ++head) {
+        for (const StreamView* s : streams) {
+            for_each_run(item, *s, head, next, need, [&](const uint8_t* src, const uint8_t* scales, int, int n) {
+                ahead.add(src, n * row_bytes_of(s->type, s->dim));
+                if (s->type == StreamType::INT8) ahead.add(scales, n * 4);
+            });
+        }
     }
 }
 
@@ -242,11 +254,12 @@ static bool attend_unit(const AttendShape& shape, const AttendItem& item, ItemBu
         const RowRange range = set_masks(shape, item, walk.span, base, b.masks, pairs);
         if (range.begin >= range.end) continue;
         const int row_tiles = (range.end - range.begin + kScoreRows - 1) / kScoreRows;
+        look_ahead(shape, item, walk, base, ahead);
+        ahead.spread(item.num_kv_heads * kTile / 4 * (1 + row_tiles));
         for (int h = item.first_kv_head; h < item.first_kv_head + item.num_kv_heads; ++h) {
-            look_ahead(shape, item, walk, h, base, ahead);
-            ahead.spread(kTile / 4 * (1 + row_tiles));
             if (!attend_tile(shape, item, b, walk, h, base, need, range, ahead)) return false;
         }
+        ahead.finish();
     }
     walk.pass.value_form().settle(shape.values.dim, rows, b.rows.acc);
     return true;

@@ -49,13 +49,9 @@ struct TileForm {
 
     // The sixteen keys from j on, when they lie one after the other.
     static inline const uint8_t* keys_in_place(const TileRows& keys, int j, int64_t stride) {
-        const __m512i steps = _mm512_mullo_epi64(_mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7), _mm512_set1_epi64(stride));
-        const auto first = static_cast<long long>(reinterpret_cast<intptr_t>(keys.row[j]));
-        const __m512i low = _mm512_add_epi64(_mm512_set1_epi64(first), steps);
-        const __m512i high = _mm512_add_epi64(_mm512_set1_epi64(first + 8 * stride), steps);
-        const unsigned same = _mm512_cmpeq_epi64_mask(_mm512_loadu_si512(keys.row + j), low) &
-                              _mm512_cmpeq_epi64_mask(_mm512_loadu_si512(keys.row + j + 8), high);
-        return same == 0xff ? keys.row[j] : nullptr;
+        bool same = true;
+        for (int i = 1; i < kRows; ++i) same &= keys.row[j + i] == keys.row[j] + i * stride;
+        return same ? keys.row[j] : nullptr;
     }
     static bool gather_keys(const TileRows& keys, int dim, uint8_t* tile) {
         const int64_t bytes = 2 * static_cast<int64_t>(dim);
@@ -69,7 +65,8 @@ struct TileForm {
     static inline void turn_scores(const float* turned, int columns, int num_rows, float* scores) {
         F rows[16];
         if (columns == 4) {
-            const __m512i pick = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 0, 0, 0, 0, 0, 0, 0);
+            alignas(64) static constexpr int32_t kFourths[16] = {0, 4, 8, 12, 16, 20, 24, 28};
+            const __m512i pick = _mm512_load_si512(kFourths);
             F quarter[4];
             for (int i = 0; i < 4; ++i) quarter[i] = f_load(turned + 16 * i);
             for (int r = 0; r < num_rows; ++r) {
@@ -141,7 +138,7 @@ struct TileForm {
     static bool pack(const TileRows& values, int dim, int num_rows, uint8_t* tile, Ahead& ahead) {
         Bf16DotForm::pack(values, dim, num_rows, tile, ahead);
         const int64_t bytes = Bf16DotForm::tile_bytes(dim);
-        const __m512i exponent = _mm512_set1_epi16(0x7f80);
+        const __m512i exponent = _mm512_set1_epi32(0x7f807f80);
         __mmask32 odd = 0;
         for (int64_t i = 0; i < bytes; i += 64) {
             const __m512i x = _mm512_and_si512(_mm512_loadu_si512(tile + i), exponent);

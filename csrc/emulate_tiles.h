@@ -9,6 +9,28 @@
 
 namespace KVERN_PATH {
 
+// What the tiles' users need beside emulate_avx512.h.
+#define _mm512_i32gather_epi32(at, from, scale) emulated_gather(at, from, scale)
+static inline __m512i emulated_gather(__m512i at, const void* from, int scale) {
+    const emulated::Lanes<int32_t, __m512i> index(at);
+    emulated::Lanes<int32_t, __m512i> r;
+    for (int i = 0; i < 16; ++i) std::memcpy(&r.at[i], static_cast<const uint8_t*>(from) + int64_t{index.at[i]} * scale, 4);
+    return r.vector();
+}
+static inline __m512 _mm512_permutex2var_ps(__m512 a, __m512i order, __m512 b) {
+    const emulated::Lanes<float, __m512> x(a), y(b);
+    const emulated::Lanes<int32_t, __m512i> from(order);
+    emulated::Lanes<float, __m512> r;
+    for (int i = 0; i < 16; ++i) r.at[i] = (from.at[i] & 16 ? y : x).at[from.at[i] & 15];
+    return r.vector();
+}
+static inline __mmask32 _mm512_cmpeq_epi16_mask(__m512i a, __m512i b) {
+    const emulated::Lanes<uint16_t, __m512i> x(a), y(b);
+    __mmask32 m = 0;
+    for (int i = 0; i < 32; ++i) m |= static_cast<__mmask32>(x.at[i] == y.at[i]) << i;
+    return m;
+}
+
 struct TileConfig {
     int row_bytes[8] = {}, rows[8] = {};
 
@@ -28,7 +50,7 @@ static thread_local EmulatedTiles emulated_tiles;
 class TileScope {
 public:
     explicit TileScope(const TileConfig& config) {
-        std::memset(&emulated_tiles, 0, sizeof emulated_tiles);
+        emulated_tiles = {};
         emulated_tiles.config = config;
     }
     ~TileScope() { emulated_tiles.config = TileConfig(); }

@@ -60,7 +60,8 @@ static inline void gather_meta(const BlockMeta* meta, int64_t blocks, int count,
     static_assert(sizeof(BlockMeta) == 16, "four words, as they are gathered");
     constexpr int kShift = Codes<T>::is_signed || Codes<T>::zero_shift < 0 ? 0 : Codes<T>::zero_shift;
     const int stride = static_cast<int>(4 * blocks);
-    const I at = i_mul(i_set1(stride), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+    alignas(64) static constexpr int32_t kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const I at = i_mul(i_set1(stride), _mm512_load_si512(kLanes));
     auto words = [&](int b, int word) { return _mm512_i32gather_epi32(at, reinterpret_cast<const int32_t*>(meta + b) + word, 4); };
     for (int b = 0; b < count; ++b) {
         f_store(to.scale[b], f_bits(words(b, 0)));
