@@ -33,8 +33,12 @@ static inline void in_row_tiles(int n, Call&& call) {
 #include "attend_bf16.h"
 #include "attend_float.h"
 #include "attend_int8.h"
+#ifdef KVERN_QUADS
+#include "attend_int8_quads.h"
+#endif
 #ifdef KVERN_TILES
 #include "attend_tiles.h"
+#include "attend_int8_tiles.h"
 #endif
 
 namespace KVERN_PATH {
@@ -51,7 +55,11 @@ static const KeyForm kKeyForms[] = {
 #else
     key_form<FloatForm<StreamType::BF16>>(),
 #endif
+#if defined(KVERN_TILES)
+    {TileInt8Form::q_bytes, TileInt8Form::key_tile_bytes, TileInt8Form::prepare_q, TileInt8Form::pack_keys, TileInt8Form::score},
+#else
     {Int8Form::q_bytes, Int8Form::no_bytes, Int8Form::prepare_q, Int8Form::pack_nothing, Int8Form::score},
+#endif
 };
 
 static const ValueForm kValueForms[] = {
@@ -64,8 +72,16 @@ static const ValueForm kValueForms[] = {
 #else
     value_form<FloatForm<StreamType::BF16>>(),
 #endif
+#if defined(KVERN_TILES)
+    {Int8QuadForm::tile_bytes, Int8QuadForm::pack, FloatForm<StreamType::FP32>::exponentiate, TileInt8Form::weigh,
+     Int8Form::settle, true},
+#elif defined(KVERN_QUADS)
+    {Int8QuadForm::tile_bytes, Int8QuadForm::pack, FloatForm<StreamType::FP32>::exponentiate, Int8QuadForm::weigh,
+     Int8Form::settle, false},
+#else
     {Int8Form::tile_bytes, Int8Form::pack, FloatForm<StreamType::FP32>::exponentiate, Int8Form::weigh,
      Int8Form::settle, false},
+#endif
 };
 
 // What is known about each row of an item, and where its tile operands lie.

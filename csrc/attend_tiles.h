@@ -40,7 +40,7 @@ struct TileForm {
 
     static int64_t key_tile_bytes(int dim) { return kTile * q_bytes(dim); }
     static bool pack_keys(const TileRows& keys, int dim, int num_rows, uint8_t* tile, Ahead& ahead) {
-        if (is_few(keys, dim)) return gather_keys(keys, dim, tile);
+        if (is_few(keys, dim)) return gather_keys(keys, 2 * static_cast<int64_t>(dim), tile);
         const int used = Bf16DotForm::words_of(dim), words = words_of(dim);
         Bf16DotForm::pack_keys(keys, dim, num_rows, tile, ahead);
         std::memset(tile + 4 * static_cast<int64_t>(kTile) * used, 0, static_cast<size_t>(4 * kTile * (words - used)));
@@ -53,8 +53,8 @@ struct TileForm {
         for (int i = 1; i < kRows; ++i) same &= keys.row[j + i] == keys.row[j] + i * stride;
         return same ? keys.row[j] : nullptr;
     }
-    static bool gather_keys(const TileRows& keys, int dim, uint8_t* tile) {
-        const int64_t bytes = 2 * static_cast<int64_t>(dim);
+    // Keys of so many bytes that do not, one after the other.
+    static bool gather_keys(const TileRows& keys, int64_t bytes, uint8_t* tile) {
         for (int j = 0; j < kTile; j += kRows) {
             if (keys_in_place(keys, j, bytes)) continue;
             for (int i = j; i < j + kRows; ++i) std::memcpy(tile + i * bytes, keys.row[i], static_cast<size_t>(bytes));

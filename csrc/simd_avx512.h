@@ -1,6 +1,7 @@
 // Sixteen-lane vectors for AVX-512 with VNNI and BF16. Every operation rounds as written: no
 // contraction is left to the compiler, so tilings of one recipe give equal bits.
 #pragma once
+#define KVERN_QUADS 1  // attend_int8_quads.h
 #include <immintrin.h>
 
 #include <cstdint>
