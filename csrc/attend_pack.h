@@ -31,36 +31,38 @@ class Ahead {
 public:
     void clear() { count_ = next_ = 0; }
     void add(const uint8_t* from, int64_t bytes) {
-        if (count_ < kMost) runs_[count_++] = {from, from + bytes};
+        if (count_ < kMost) runs_[count_++] = {from, static_cast<int>((bytes + 63) / 64)};
     }
     // Spreads what is there over about this many steps.
     void spread(int steps) {
-        int64_t lines = 0;
-        for (int i = 0; i < count_; ++i) lines += (runs_[i].end - runs_[i].at + 63) / 64;
-        per_step_ = static_cast<int>(lines / steps) + 1;
+        int lines = 0;
+        for (int i = 0; i < count_; ++i) lines += runs_[i].lines;
+        per_step_ = lines / steps + 1;
     }
     inline void step() {
-        int lines = per_step_;
-        while (lines > 0 && next_ < count_) {
-            const uint8_t* at = runs_[next_].at;
-            const int left = static_cast<int>((runs_[next_].end - at + 63) / 64);
-            const int count = left < lines ? left : lines;
-            for (int i = 0; i < count; ++i) __builtin_prefetch(at + 64 * i, 0, 2);
-            runs_[next_].at = at + 64 * static_cast<int64_t>(count);
-            lines -= count;
-            if (count == left) ++next_;
-        }
+        if (next_ < count_) pull();
     }
-
     // Whatever is left.
     void finish() {
-        while (next_ < count_) step();
+        while (next_ < count_) pull();
     }
 
 private:
+    void pull() {
+        for (int left = per_step_; left > 0 && next_ < count_;) {
+            Run& run = runs_[next_];
+            const int count = run.lines < left ? run.lines : left;
+            for (int i = 0; i < count; ++i, run.at += 64) __builtin_prefetch(run.at, 0, 2);
+            run.lines -= count;
+            left -= count;
+            if (run.lines == 0) ++next_;
+        }
+    }
+
     static constexpr int kMost = 4 * kTile;
     struct Run {
-        const uint8_t *at, *end;
+        const uint8_t* at;
+        int lines;
     };
     Run runs_[kMost];
     int count_ = 0, next_ = 0, per_step_ = 0;

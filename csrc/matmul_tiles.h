@@ -7,44 +7,74 @@ namespace KVERN_PATH {
 constexpr int kTileTokens = 16;
 constexpr int kTileGroups = 4;  // whose codes, a byte each, fill the scratch
 
-// Tiles 0 and 1 hold sums, 4 and 5 activations, 6 and 7 codes. Of Q6_K, whose scales change every 16
-// features, a block is two products.
+// Tiles 0 to 3 hold the sums of four blocks in turn (of Q6_K, whose scales change every 16 features, of two
+// blocks' halves), 4 and 5 activations, 6 and 7 codes.
 template <ElementType T>
 static inline TileConfig quant_tiles() {
     constexpr int kFeatures = Codes<T>::is_six ? kBlock / 2 : kBlock;
     TileConfig config;
-    for (int c = 0; c < 2; ++c) config.set(c, kTileTokens, 64);
+    for (int c = 0; c < 4; ++c) config.set(c, kTileTokens, 64);
     for (int a = 4; a < 6; ++a) config.set(a, kTileTokens, kFeatures);
     for (int b = 6; b < 8; ++b) config.set(b, kFeatures / 4, 64);
     return config;
 }
 
 template <ElementType T, int C>
-static inline void tile_product(const int8_t* x, int64_t cols, const uint8_t* codes, int32_t* dots) {
-    tile_load<C + 4>(x, cols);
-    tile_load<C + 6>(codes, 64);
+static inline void tile_product(const int8_t* x, int64_t cols, const uint8_t* codes) {
+    constexpr int A = 4 + C % 2, W = 6 + C % 2;
+    tile_load<A>(x, cols);
+    tile_load<W>(codes, 64);
     tile_zero<C>();
     if constexpr (Codes<T>::is_signed) {
-        tile_dot_ss<C, C + 4, C + 6>();
+        tile_dot_ss<C, A, W>();
     } else {
-        tile_dot_su<C, C + 4, C + 6>();
+        tile_dot_su<C, A, W>();
     }
-    tile_store<C>(dots, 64);
 }
 
 struct BlockDots {
     alignas(64) int32_t low[kTileTokens * kGroupRows], high[kTileTokens * kGroupRows];  // high of Q6_K alone
 };
 
+// A product takes its time: it is begun some blocks before its sums are stored, and those before they are read.
 template <ElementType T>
-static inline void block_product(const int8_t* x, int64_t cols, const uint8_t* codes, bool odd, BlockDots& dots) {
+static inline void begin_block(int64_t turn, const int8_t* x, int64_t cols, const uint8_t* codes) {
     if constexpr (Codes<T>::is_six) {
-        tile_product<T, 0>(x, cols, codes, dots.low);
-        tile_product<T, 1>(x + kBlock / 2, cols, codes + kPlainBytes / 2, dots.high);
-    } else if (odd) {
-        tile_product<T, 0>(x, cols, codes, dots.low);
+        const int8_t* second = x + kBlock / 2;
+        const uint8_t* second_codes = codes + kPlainBytes / 2;
+        if (turn % 2) {
+            tile_product<T, 2>(x, cols, codes);
+            tile_product<T, 3>(second, cols, second_codes);
+        } else {
+            tile_product<T, 0>(x, cols, codes);
+            tile_product<T, 1>(second, cols, second_codes);
+        }
     } else {
-        tile_product<T, 1>(x, cols, codes, dots.low);
+        switch (turn % 4) {
+            case 0: return tile_product<T, 0>(x, cols, codes);
+            case 1: return tile_product<T, 1>(x, cols, codes);
+            case 2: return tile_product<T, 2>(x, cols, codes);
+            default: return tile_product<T, 3>(x, cols, codes);
+        }
+    }
+}
+template <ElementType T>
+static inline void store_block(int64_t turn, BlockDots& dots) {
+    if constexpr (Codes<T>::is_six) {
+        if (turn % 2) {
+            tile_store<2>(dots.low, 64);
+            tile_store<3>(dots.high, 64);
+        } else {
+            tile_store<0>(dots.low, 64);
+            tile_store<1>(dots.high, 64);
+        }
+    } else {
+        switch (turn % 4) {
+            case 0: return tile_store<0>(dots.low, 64);
+            case 1: return tile_store<1>(dots.low, 64);
+            case 2: return tile_store<2>(dots.low, 64);
+            default: return tile_store<3>(dots.low, 64);
+        }
     }
 }
 
@@ -115,19 +145,21 @@ struct TileSums {
 template <ElementType T>
 static void add_blocks(const uint8_t* group, const uint8_t* codes, const int8_t* x, int64_t cols, int64_t begin,
                        int count, const TokenMeta& meta, TileSums& sums) {
-    auto product = [&](int64_t b, BlockDots& dots) {
+    constexpr int kBegun = Codes<T>::is_six ? 1 : 2;  // blocks between a product's beginning and its store
+    constexpr int kAhead = 1;                          // and between that and its use
+    auto begin_at = [&](int64_t b) {
         const uint8_t* at = Codes<T>::is_signed ? group + kvern::codes_at(Codes<T>::layout, b) : codes + b * kPlainBytes;
-        block_product<T>(x + b * kBlock, cols, at, b % 2, dots);
+        begin_block<T>(b, x + b * kBlock, cols, at);
     };
-    constexpr int kAhead = 2;  // blocks that the tiles work ahead of the lanes
-    BlockDots dots[4];
+    BlockDots dots[2];
     F acc[kTileTokens][1];
 #pragma GCC unroll 16
     for (int i = 0; i < kTileTokens; ++i) acc[i][0] = f_load(sums.at[i]);
-    for (int b = 0; b < kAhead && b < count; ++b) product(begin + b, dots[b]);
-    for (int b = 0; b < count; ++b) {
-        if (b + kAhead < count) product(begin + b + kAhead, dots[(b + kAhead) % 4]);
-        add_block<T>(dots[b % 4], group + kvern::scales_at(Codes<T>::layout, begin + b), begin + b, meta, b, acc);
+    for (int b = -kAhead - kBegun; b < count; ++b) {
+        if (b + kAhead + kBegun < count) begin_at(begin + b + kAhead + kBegun);
+        if (b + kAhead >= 0 && b + kAhead < count) store_block<T>(begin + b + kAhead, dots[(b + kAhead) % 2]);
+        if (b < 0) continue;
+        add_block<T>(dots[b % 2], group + kvern::scales_at(Codes<T>::layout, begin + b), begin + b, meta, b, acc);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < kTileTokens; ++i) f_store(sums.at[i], acc[i][0]);
