@@ -10,9 +10,9 @@ Runtime::Runtime(int num_threads, const std::string& path)
     : kernels_(select_path(path)), pool_(num_threads) {}
 
 std::unique_ptr<Weight> Runtime::prepare(const std::vector<RawTensor>& tensors, int64_t cols, bool as_float) {
-    auto w = std::make_unique<Weight>(tensors, cols, as_float);
-    Counter next;
     std::lock_guard<std::mutex> hold(mutex_);
+    auto w = std::make_unique<Weight>(tensors, cols, as_float, weight_room_);
+    Counter next;
     pool_.run(w->bytes >= 65536, 0, [&](const Worker&) {
         int64_t begin, end;
         while (next.take(w->units, 4, begin, end)) w->pack(tensors, begin, end);

@@ -57,6 +57,7 @@ private:
 
     const KernelTable* kernels_;
     ThreadPool pool_;
+    WeightRoom weight_room_;
     std::mutex mutex_;  // one operation or program at a time: they share the buffers
     SharedBuffers shared_;
     std::unique_ptr<Recording> recording_;

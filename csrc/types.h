@@ -125,7 +125,7 @@ struct AttendShape {
     bool is_narrow() const { return keys.is_narrow() || values.is_narrow(); }
 };
 
-// One group of 16 rows as float32, or its codes as bytes.
+// One group of 16 rows as float32, or the codes of four as bytes.
 constexpr size_t matmul_scratch_bytes(int64_t cols) { return static_cast<size_t>(cols) * kGroupRows * 4; }
 
 // The operations of one kernel path. All of them work on plain row ranges: threads, tiles and

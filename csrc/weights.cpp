@@ -29,6 +29,19 @@ Bytes allocate_bytes(size_t size) {
     return Bytes(static_cast<uint8_t*>(p));
 }
 
+std::shared_ptr<uint8_t> WeightRoom::take(size_t bytes) {
+    constexpr size_t kChunk = size_t{16} << 20;
+    const size_t whole = (bytes + 63) / 64 * 64;
+    if (used_ + whole > size_) {
+        size_ = whole > kChunk ? whole : kChunk;
+        used_ = 0;
+        chunk_ = std::shared_ptr<uint8_t>(allocate_bytes(size_).release(), FreeBytes());
+    }
+    const std::shared_ptr<uint8_t> piece(chunk_, chunk_.get() + used_);  // keeps the chunk
+    used_ += whole;
+    return piece;
+}
+
 bool is_quantised(ElementType type) {
     return type != ElementType::F32 && type != ElementType::F16 && type != ElementType::BF16;
 }
@@ -157,7 +170,7 @@ void decode_into_float(const RawTensor& raw, int64_t cols, int64_t first_row, in
 
 }  // namespace
 
-Weight::Weight(const std::vector<RawTensor>& tensors, int64_t num_cols, bool as_float) : cols(num_cols) {
+Weight::Weight(const std::vector<RawTensor>& tensors, int64_t num_cols, bool as_float, WeightRoom& room) : cols(num_cols) {
     for (const RawTensor& raw : tensors) {
         Segment s;
         s.type = as_float ? ElementType::F32 : raw.type;
@@ -168,7 +181,7 @@ Weight::Weight(const std::vector<RawTensor>& tensors, int64_t num_cols, bool as_
         s.unit_groups = is_quantised(s.type) ? 1 : kPanelGroups;
         s.first_unit = units;
         s.units = (s.groups + s.unit_groups - 1) / s.unit_groups;
-        s.data = allocate_bytes(static_cast<size_t>(s.groups * s.group_bytes));
+        s.data = room.take(static_cast<size_t>(s.groups * s.group_bytes));
         rows += s.rows;
         units += s.units;
         bytes += static_cast<size_t>(s.groups * s.group_bytes);

@@ -34,6 +34,18 @@ using Bytes = std::unique_ptr<uint8_t[], FreeBytes>;
 // 64-byte aligned, not initialised; big ones ask for huge pages. Throws std::bad_alloc.
 Bytes allocate_bytes(size_t size);
 
+// Hands out memory for weights, 64-byte aligned, from chunks that ask for huge pages: a tensor alone is often smaller
+// than one, and looking up small pages can cost half of a memory-bound product's time. A chunk lives as long as
+// anything in it.
+class WeightRoom {
+public:
+    std::shared_ptr<uint8_t> take(size_t bytes);  // throws std::bad_alloc
+
+private:
+    std::shared_ptr<uint8_t> chunk_;
+    size_t used_ = 0, size_ = 0;
+};
+
 struct RawTensor {
     ElementType type;
     int64_t rows;
@@ -48,7 +60,7 @@ struct Segment {
     int64_t group_bytes;
     int64_t unit_groups;           // groups that threads share out as one: a panel, or 1
     int64_t first_unit, units;
-    Bytes data;
+    std::shared_ptr<uint8_t> data;
 
     // Groups of the panel that holds group g.
     int64_t panel_width(int64_t g) const {
@@ -60,7 +72,7 @@ struct Segment {
 class Weight {
 public:
     // Reserves the packed form of tensors stacked by rows; `pack` fills it.
-    Weight(const std::vector<RawTensor>& tensors, int64_t cols, bool as_float);
+    Weight(const std::vector<RawTensor>& tensors, int64_t cols, bool as_float, WeightRoom& room);
     Weight(Weight&&) = default;
     Weight(const Weight&) = delete;
 
