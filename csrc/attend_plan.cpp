@@ -11,6 +11,7 @@ namespace {
 
 constexpr int kPreferredRows = 96;                   // query rows that share a packed tile
 constexpr int64_t kPartialLimit = int64_t{2} << 20;  // floats of unit partials one call may hold
+constexpr int64_t kTasksPerThread = 4;
 constexpr int64_t kFewTokens = 4;  // a sequence with more new tokens is bound by arithmetic: it shares nothing
 
 int64_t first_unit(const PlanKey& k, int64_t position) {
@@ -56,7 +57,7 @@ AttendPlan::AttendPlan(const StepBatch& batch, const PlanKey& plan_key, int thre
     // With enough units in all, KV heads need not be told apart to keep the threads busy.
     for (const Sequence& s : sequences) add_own_pieces(s, units >= 3 * threads);
     split_for(threads);
-    list_tasks();
+    list_tasks(threads);
 }
 
 // With `heads_together` the KV heads of a few query rows go as one piece: their keys lie side by side in
@@ -172,15 +173,17 @@ void AttendPlan::split_for(int threads) {
     }
 }
 
-void AttendPlan::list_tasks() {
+// Runs of units, so that a thread mostly goes on with keys that it has asked for ahead; several per thread, so that
+// all end together.
+void AttendPlan::list_tasks(int threads) {
+    int64_t split_units = 0;
+    for (const Piece& p : pieces) split_units += p.first_place < 0 ? 0 : p.unit_end - p.unit_begin;
+    const int64_t at_once = std::max<int64_t>(1, split_units / (kTasksPerThread * threads));
     for (size_t i = pieces.size(); i-- > 0;) {  // long prompts' last pieces, the costliest, go first
         const Piece& p = pieces[i];
         work += (p.unit_end - p.unit_begin) * kUnit * p.rows();
-        if (p.first_place < 0) {
-            tasks.push_back({i, p.unit_begin, p.unit_end});
-            continue;
-        }
-        for (int64_t u = p.unit_begin; u < p.unit_end; ++u) tasks.push_back({i, u, u + 1});
+        const int64_t run = p.first_place < 0 ? p.unit_end - p.unit_begin : at_once;
+        for (int64_t u = p.unit_begin; u < p.unit_end; u += run) tasks.push_back({i, u, std::min(u + run, p.unit_end)});
     }
 }
 

@@ -70,7 +70,7 @@ private:
     void place_token(int64_t token, int64_t first_unit, int64_t units);
     bool is_placed(int64_t token) const { return place_of_token_[static_cast<size_t>(token)].units > 0; }
     void split_for(int threads);
-    void list_tasks();
+    void list_tasks(int threads);
     int64_t tokens_at_once() const;
     int64_t units_of_piece(const Sequence& s, int64_t i) const;
 
