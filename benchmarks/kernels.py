@@ -8,7 +8,9 @@ arithmetic: the share of the measured int8, bf16 or float32 rate. Times are the 
 repetitions, since anything else on the machine only adds to them.
 
 Attention walks the layers of a model in turn, so that keys come from memory, over blocks in random
-order. torch's scaled_dot_product_attention gets each layer contiguous, which is its best case.
+order. torch's scaled_dot_product_attention gets each layer contiguous, which is its best case. torch
+chooses the order of its sums by shape and threads; what lies between its rates and ours is the price,
+or the gain, of an order that never depends on the batch.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from functools import partial
 
 import numpy as np
 
+from kvern.bench.limits import READ_BYTES
 from kvern.kernels.native import NativeBackend
 from kvern.kernels.protocol import AttendBatch, AttendParams, HostTensor, PagedStream
 from kvern.spec.codec import KV_FORMATS
@@ -86,7 +89,7 @@ class Timer:
 def measure_limits(backend: NativeBackend, timer: Timer) -> Limits:
     """Read bandwidth beyond the caches, and arithmetic in registers."""
     runtime = backend._runtime
-    data = np.ones(128 << 20, np.uint8)
+    data = np.ones(READ_BYTES, np.uint8)
     reads = timer.least(partial(runtime.time_reads, data))
     rates = []
     for kind in range(3):
@@ -268,7 +271,45 @@ def attend_rows(backend: NativeBackend, limits: Limits, timer: Timer) -> Iterato
             yield Row(case, seconds, rate / 1e9, "Gop/s", bound, rate / limit)
 
 
-def torch_rows(threads: int, limits: Limits, timer: Timer) -> Iterator[Row]:
+def torch_products(threads: int, limits: Limits, timer: Timer) -> Iterator[Row]:
+    """torch's linear layers at the shapes of `matmul_rows`: products free to choose their order."""
+    import torch
+
+    torch.set_num_threads(threads)
+    linear = torch.nn.functional.linear
+    for name, dtype in (("BF16", torch.bfloat16), ("F32", torch.float32)):
+        shapes = [(960, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER)]
+        layers = [
+            (torch.randn(shape, dtype=dtype), torch.randn(1, shape[1], dtype=dtype))
+            for shape in 30 * shapes
+        ]
+
+        def token(layers: list = layers) -> None:
+            with torch.inference_mode():
+                for weight, x in layers:
+                    linear(x, weight)
+
+        total = sum(weight.numel() * weight.element_size() for weight, _ in layers)
+        seconds = timer.least(token)
+        yield reading(f"torch linear {name}, 1 token", seconds, total, limits)
+        bound = "bf16" if name == "BF16" else "fp32"
+        limit = limits.bf16_ops_per_s if bound == "bf16" else limits.fp32_ops_per_s
+        for tokens in (8, 512):
+            x = torch.randn(tokens, HIDDEN, dtype=dtype)
+            with torch.inference_mode():
+                seconds = timer.least(partial(linear, x, layers[2][0]))
+            rate = 2.0 * tokens * HIDDEN * 2 * INNER / seconds
+            yield Row(
+                f"torch linear {name}, {tokens} tokens",
+                seconds,
+                rate / 1e9,
+                "Gop/s",
+                bound,
+                rate / limit,
+            )
+
+
+def torch_attention(threads: int, limits: Limits, timer: Timer) -> Iterator[Row]:
     """torch's scaled_dot_product_attention on dense tensors of the same work."""
     import torch
 
@@ -311,7 +352,7 @@ def main() -> None:
     parser.add_argument("--path", default=None, help="amx, avx512, avx512vnni, avx2 or portable")
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--only", choices=("matmul", "attend"), help="one kind of kernel")
-    parser.add_argument("--torch", action="store_true", help="torch's attention too")
+    parser.add_argument("--torch", action="store_true", help="torch's products and attention too")
     parser.add_argument("--json", action="store_true")
     parser.add_argument(
         "--cpu-time",
@@ -335,8 +376,10 @@ def main() -> None:
         sources.append(matmul_rows(backend, limits, timer))
     if arguments.only in (None, "attend"):
         sources.append(attend_rows(backend, limits, timer))
-    if arguments.torch:
-        sources.append(torch_rows(backend.num_threads, limits, timer))
+    if arguments.torch and arguments.only in (None, "matmul"):
+        sources.append(torch_products(backend.num_threads, limits, timer))
+    if arguments.torch and arguments.only in (None, "attend"):
+        sources.append(torch_attention(backend.num_threads, limits, timer))
     rows = []
     for source in sources:
         for row in source:
