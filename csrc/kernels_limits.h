@@ -3,8 +3,43 @@
 
 namespace KVERN_PATH {
 
+#ifdef KVERN_TILES
+// The same on tiles: four products in turn.
+static double tile_loop(bool is_int8, int64_t rounds, float* sink) {
+    alignas(64) int32_t sums[256];
+    TileConfig config;
+    for (int t = 0; t < 8; ++t) config.set(t, 16, 64);
+    const TileScope scope(config);
+    tile_zero<0>();
+    tile_zero<1>();
+    tile_zero<2>();
+    tile_zero<3>();
+    tile_zero<4>();
+    tile_zero<6>();
+    for (int64_t n = 0; n < rounds; ++n) {
+        if (is_int8) {
+            tile_dot_su<0, 4, 6>();
+            tile_dot_su<1, 4, 6>();
+            tile_dot_su<2, 4, 6>();
+            tile_dot_su<3, 4, 6>();
+        } else {
+            tile_dot_bf16<0, 4, 6>();
+            tile_dot_bf16<1, 4, 6>();
+            tile_dot_bf16<2, 4, 6>();
+            tile_dot_bf16<3, 4, 6>();
+        }
+    }
+    tile_store<0>(sums, 64);
+    *sink = static_cast<float>(sums[0]);
+    return static_cast<double>(rounds) * 4 * 16 * 16 * (is_int8 ? 64 : 32) * 2;
+}
+#endif
+
 // Runs `rounds` of independent multiply-accumulates in registers; returns operations (2 per product).
 static double arithmetic_loop(kvern::Arithmetic kind, int64_t rounds, float* sink) {
+#ifdef KVERN_TILES
+    if (kind != kvern::Arithmetic::FP32) return tile_loop(kind == kvern::Arithmetic::INT8, rounds, sink);
+#endif
     constexpr int kChains = 12;
     if (kind == kvern::Arithmetic::INT8) {
         alignas(64) uint8_t bytes[64];
@@ -21,7 +56,7 @@ static double arithmetic_loop(kvern::Arithmetic kind, int64_t rounds, float* sin
         *sink = static_cast<float>(i_sum(total));
         return static_cast<double>(rounds) * kChains * 64 * 2;
     }
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) && !defined(KVERN_TILES)
     if (kind == kvern::Arithmetic::BF16) {
         F acc[kChains];
         for (F& a : acc) a = f_zero();
