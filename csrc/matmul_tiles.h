@@ -5,7 +5,6 @@
 namespace KVERN_PATH {
 
 constexpr int kTileTokens = 16;
-constexpr int kTileGroups = 4;  // whose codes, a byte each, fill the scratch
 
 // Tiles 0 to 3 hold the sums of four blocks in turn (of Q6_K, whose scales change every 16 features, of two
 // blocks' halves), 4 and 5 activations, 6 and 7 codes.
@@ -172,7 +171,8 @@ static void quant_tokens_16(const QuantJob& job, int64_t g, int num, int64_t t) 
     for (int k = 0; k < kTileTokens; ++k) {  // results go to as many far lines: ask for them now
         for (int i = 0; i < num; ++i) __builtin_prefetch(job.out.to + (t + k) * job.out.stride + (g + i) * kGroupRows, 1);
     }
-    TileSums sums[kTileGroups] = {};
+    TileSums sums[kvern::kMostPlainGroups];
+    std::memset(sums, 0, static_cast<size_t>(num) * sizeof(TileSums));
     TokenMeta meta;
     for (int64_t begin = 0; begin < blocks; begin += kMetaBlocks) {
         const int count = blocks - begin < kMetaBlocks ? static_cast<int>(blocks - begin) : kMetaBlocks;
@@ -197,8 +197,9 @@ static int64_t quant_tiles_of(const QuantJob& job) {
     if (whole == 0 || !job.scratch) return 0;
     const TileConfig config = quant_tiles<T>();
     const TileScope scope(config);
-    for (int64_t g = 0; g < job.num_groups; g += kTileGroups) {
-        const int num = job.num_groups - g < kTileGroups ? static_cast<int>(job.num_groups - g) : kTileGroups;
+    const int64_t at_once = kvern::plain_groups(job.x.cols);
+    for (int64_t g = 0; g < job.num_groups; g += at_once) {
+        const int num = static_cast<int>(job.num_groups - g < at_once ? job.num_groups - g : at_once);
         for (int i = 0; !Codes<T>::is_signed && i < num; ++i) {
             unpack_group<T>(job, g + i, job.scratch + i * job.x.cols * kGroupRows);
         }

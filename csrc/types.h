@@ -125,8 +125,14 @@ struct AttendShape {
     bool is_narrow() const { return keys.is_narrow() || values.is_narrow(); }
 };
 
-// One group of 16 rows as float32, or the codes of four as bytes.
-constexpr size_t matmul_scratch_bytes(int64_t cols) { return static_cast<size_t>(cols) * kGroupRows * 4; }
+// Groups whose codes, a byte each, are held at once: as many as stay in a second-level cache.
+constexpr int64_t kMostPlainGroups = 16;
+constexpr int64_t plain_groups(int64_t cols) {
+    const int64_t fit = (int64_t{256} << 10) / (cols * kGroupRows);
+    return fit < 4 ? 4 : fit > kMostPlainGroups ? kMostPlainGroups : fit;
+}
+// Those, or one group of 16 rows as float32.
+constexpr size_t matmul_scratch_bytes(int64_t cols) { return static_cast<size_t>(cols * kGroupRows * plain_groups(cols)); }
 
 // The operations of one kernel path. All of them work on plain row ranges: threads, tiles and
 // buffers are the caller's business and can never change a bit.

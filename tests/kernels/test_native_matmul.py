@@ -139,3 +139,16 @@ def test_extreme_codes_do_not_saturate(path: str) -> None:
     np.testing.assert_array_equal(
         out, np.array([[-128.0 * 127 * 128], [128.0 * 127 * 128]]) + np.zeros((2, 16))
     )
+
+
+@pytest.mark.parametrize("element_type", QUANTISED)
+@pytest.mark.parametrize("cols", [256, 1536])
+def test_tiles_give_the_numbers_of_avx512(element_type: str, cols: int) -> None:
+    """Sums are exact and the float steps the same; blocks more and fewer than are taken at once."""
+    if "amx" not in PATHS:
+        pytest.skip("this processor has no tile registers")
+    tensor = random_tensor(element_type, 300, cols, seed=3)
+    x = random_rows(37, cols)
+    expected = product(NativeBackend(2, "avx512"), [tensor], x, "auto")
+    got = product(NativeBackend(2, "amx"), [tensor], x, "auto")
+    assert got.tobytes() == expected.tobytes()

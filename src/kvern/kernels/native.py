@@ -30,7 +30,7 @@ from kvern.kernels.protocol import (
 )
 from kvern.spec.codec import INT8
 
-RECIPE = "r2"
+RECIPE = "r3"
 """Raised whenever any result bit of any native kernel changes."""
 
 ELEMENT_TYPES = (

@@ -130,7 +130,7 @@ class Backend(FamilyOperations, Protocol):
     """``native``, ``reference`` or ``torch``."""
 
     kernel_path: str
-    """Which code runs: ``amx``, ``avx512``, ``avx512vnni``, ``avx2``, ``portable``, ``numpy``, ``torch-cpu``, ..."""
+    """Which code runs: ``amx``, ``avx512``, ``avx512vnni``, ``avx2``, ``portable``, ``numpy``, ``torch-cpu``"""
 
     row_invariant: bool
     """True when a row's bits never depend on the other rows (the native backend)."""
