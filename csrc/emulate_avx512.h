@@ -306,6 +306,9 @@ KVERN_OP __m512i _mm512_cvtepi8_epi16(__m256i a) {
 KVERN_OP __m256i _mm512_cvtepi32_epi16(__m512i a) {  // the low halves
     return emulated::each_lane<uint16_t, __m256i, uint32_t>(a, [](uint32_t x) { return static_cast<uint16_t>(x); });
 }
+KVERN_OP __m128i _mm512_cvtepi32_epi8(__m512i a) {  // the low bytes
+    return emulated::each_lane<uint8_t, __m128i, uint32_t>(a, [](uint32_t x) { return static_cast<uint8_t>(x); });
+}
 KVERN_OP __m256i _mm512_cvtsepi32_epi16(__m512i a) {
     return emulated::each_lane<int16_t, __m256i, int32_t>(a, emulated::saturated<int16_t>);
 }
@@ -371,6 +374,18 @@ KVERN_OP __m512i _mm512_unpacklo_epi64(__m512i a, __m512i b) {
 }
 KVERN_OP __m512i _mm512_unpackhi_epi64(__m512i a, __m512i b) {
     return emulated::by_halves<__m512i>([](auto... h) { return _mm256_unpackhi_epi64(h...); }, a, b);
+}
+KVERN_OP __m512i _mm512_unpacklo_epi8(__m512i a, __m512i b) {
+    return emulated::by_halves<__m512i>([](auto... h) { return _mm256_unpacklo_epi8(h...); }, a, b);
+}
+KVERN_OP __m512i _mm512_unpackhi_epi8(__m512i a, __m512i b) {
+    return emulated::by_halves<__m512i>([](auto... h) { return _mm256_unpackhi_epi8(h...); }, a, b);
+}
+KVERN_OP __m512i _mm512_unpacklo_epi16(__m512i a, __m512i b) {
+    return emulated::by_halves<__m512i>([](auto... h) { return _mm256_unpacklo_epi16(h...); }, a, b);
+}
+KVERN_OP __m512i _mm512_unpackhi_epi16(__m512i a, __m512i b) {
+    return emulated::by_halves<__m512i>([](auto... h) { return _mm256_unpackhi_epi16(h...); }, a, b);
 }
 KVERN_OP __m512 _mm512_shuffle_ps(__m512 a, __m512 b, int how) {
     return emulated::picked<uint32_t>(
