@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from kvern.bench.html import sweep_lines
 from kvern.errors import UsageError
 
 OURS, OTHERS = "#2f6db5", "#9aa5b0"
+TITLE_WIDTH = 76  # letters of a title that fit above a chart
 COLUMNS = 2
 
 
@@ -63,7 +65,8 @@ def _draw_bars(axis: Any, item: Mapping[str, Any], ours: set[str]) -> None:
     axis.bar_label(drawn, fmt="{:,.4g}", padding=4, fontsize=8)
     axis.invert_yaxis()
     axis.margins(x=0.15)
-    axis.set_title(f"{item['key']}: {item['title']}", fontsize=8, loc="left")
+    title = textwrap.fill(f"{item['key']}: {item['title']}", TITLE_WIDTH)
+    axis.set_title(title, fontsize=8, loc="left")
     better = "more" if item["metric"]["more_is_better"] else "less"
     axis.set_xlabel(f"{item['metric']['unit']} ({better} is better)", fontsize=8)
     _quiet(axis)
