@@ -157,9 +157,9 @@ struct FloatForm {
             constexpr int NV = R == 1 && kScoreVectors < 4 ? 2 * kScoreVectors : kScoreVectors;
             const float* pr = p + i * kTile;
             float* out = acc + static_cast<int64_t>(i) * padded;
-            int v = 0;
-            for (; v + NV <= padded / 16; v += NV) value_tile<L, R, NV>(row_of, v, padded, pr, mask, alpha + i, out, ahead);
-            for (; v < padded / 16; ++v) value_tile<L, R, 1>(row_of, v, padded, pr, mask, alpha + i, out, ahead);
+            in_value_tiles<NV>(padded, [&](auto vectors, int v) {
+                value_tile<L, R, vectors.value>(row_of, v, padded, pr, mask, alpha + i, out, ahead);
+            });
         });
     }
 

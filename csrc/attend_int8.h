@@ -144,16 +144,11 @@ struct Int8Form {
         in_row_tiles(num_rows, [&](auto rows, int i) {
             constexpr int R = rows.value;
             constexpr int NV = R == 1 && kScoreVectors < 4 ? 2 * kScoreVectors : kScoreVectors;
-            int v = 0;
             float* out = acc + static_cast<int64_t>(i) * padded;
-            for (; v + NV <= padded / 16; v += NV) {
-                value_tile<R, NV>(words + i * kTile, pairs + 16 * v, padded, begin, end, alpha + i, unit + i,
-                                  out + 16 * v, ahead);
-            }
-            for (; v < padded / 16; ++v) {
-                value_tile<R, 1>(words + i * kTile, pairs + 16 * v, padded, begin, end, alpha + i, unit + i,
-                                 out + 16 * v, ahead);
-            }
+            in_value_tiles<NV>(padded, [&](auto vectors, int v) {
+                value_tile<R, vectors.value>(words + i * kTile, pairs + 16 * v, padded, begin, end, alpha + i, unit + i,
+                                             out + 16 * v, ahead);
+            });
         });
     }
 

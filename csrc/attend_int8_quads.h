@@ -112,13 +112,10 @@ struct Int8QuadForm {
             constexpr int R = rows.value;
             constexpr int NV = R > 3 ? 2 : 4;  // two sums each: they stay in registers
             float* out = acc + static_cast<int64_t>(i) * padded;
-            int v = 0;
-            for (; v + NV <= padded / 16; v += NV) {
-                value_tile<R, NV>(words + i * kTile, quads + 16 * v, padded, begin, end, alpha + i, unit + i, out + 16 * v);
-            }
-            for (; v < padded / 16; ++v) {
-                value_tile<R, 1>(words + i * kTile, quads + 16 * v, padded, begin, end, alpha + i, unit + i, out + 16 * v);
-            }
+            in_value_tiles<NV>(padded, [&](auto vectors, int v) {
+                value_tile<R, vectors.value>(words + i * kTile, quads + 16 * v, padded, begin, end, alpha + i, unit + i,
+                                             out + 16 * v);
+            });
             ahead.step();
         });
     }

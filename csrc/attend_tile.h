@@ -28,6 +28,14 @@ static inline void in_row_tiles(int n, Call&& call) {
     if (n - r == 1) call(std::integral_constant<int, 1>{}, r);
 }
 
+// Splits a row's features into tiles of NV vectors and calls f<vectors>(first vector) for each.
+template <int NV, class Call>
+static inline void in_value_tiles(int padded, Call&& call) {
+    int v = 0;
+    for (; v + NV <= padded / 16; v += NV) call(std::integral_constant<int, NV>{}, v);
+    for (; v < padded / 16; ++v) call(std::integral_constant<int, 1>{}, v);
+}
+
 }  // namespace KVERN_PATH
 
 #include "attend_bf16.h"

@@ -12,7 +12,6 @@ struct I { __m256i a, b; };
 struct B { __m256i a, b; };
 using Mask = uint16_t;
 
-constexpr bool kHasBf16Dot = false;
 constexpr bool kUnpacksFirst = true;  // unpacking costs as much as some of the product: once for many tokens
 constexpr int kQuantRowTile = 6;
 constexpr int kQuantGroupTile = 1;

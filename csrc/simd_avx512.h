@@ -14,7 +14,6 @@ using I = __m512i;  // 16 int32
 using B = __m512i;  // 64 bytes: 4 consecutive k of 16 rows
 using Mask = __mmask16;
 
-constexpr bool kHasBf16Dot = true;
 constexpr bool kUnpacksFirst = false;
 constexpr int kQuantRowTile = 6;    // tokens per register tile of the int8 product
 constexpr int kQuantGroupTile = 2;  // 16-row groups per register tile

@@ -23,7 +23,6 @@ struct I { Ints a, b, c, d; };
 struct B { Bytes a, b, c, d; };
 using Mask = uint16_t;
 
-constexpr bool kHasBf16Dot = false;
 constexpr bool kUnpacksFirst = false;
 constexpr int kQuantRowTile = 2;
 constexpr int kQuantGroupTile = 1;

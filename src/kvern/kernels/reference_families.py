@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -65,7 +66,7 @@ def _unit(x: F32) -> F32:
     return unit
 
 
-class ReferenceFamilies:
+class ReferenceFamilies(ABC):
     """See `FamilyOperations` for all of them."""
 
     def gate(
@@ -129,13 +130,13 @@ class ReferenceFamilies:
         rows: Any = positions + np.int32(offset)
         self.embed(weight, rows, out)
 
+    @abstractmethod
     def embed(self, weight: Weight, token_ids: I32, out: F32) -> None:
         """See `Backend.embed`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def matmul(self, x: F32, weight: Weight, out: F32) -> None:
         """See `Backend.matmul`."""
-        raise NotImplementedError
 
     def convolve(
         self,
