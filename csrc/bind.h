@@ -149,7 +149,29 @@ inline void check_entries(const BatchTuple& t, const StatePlace& place) {
     }
 }
 
+using IntsOut = Array<int32_t>;
+using MaybeFloats = std::optional<Floats>;
+
+template <class A, class B>
+void require_same(const A& a, const char* name, const B& like, size_t ndim) {
+    for (size_t i = 0; i < ndim; ++i) require_size(a, name, i, static_cast<int64_t>(like.shape(i)));
+}
+
+inline const float* optional_vector(Handle& h, const MaybeFloats& v, const char* name, int64_t size) {
+    if (!v) return nullptr;
+    require(*v, name, 1);
+    require_size(*v, name, 0, size);
+    h.keep(*v);
+    return v->data();
+}
+
+inline const float* vector_of(Handle& h, const Floats& v, const char* name, int64_t size) {
+    return optional_vector(h, MaybeFloats(v), name, size);
+}
+
 // The operations of families that need more than the common ones.
-void bind_families(nb::module_& m, nb::class_<Handle>& runtime);
+void bind_family_rows(nb::class_<Handle>& runtime);
+void bind_states(nb::class_<Handle>& runtime);
+void bind_grouped(nb::module_& m, nb::class_<Handle>& runtime);
 
 }  // namespace kvern

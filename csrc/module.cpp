@@ -377,5 +377,7 @@ NB_MODULE(_native, m) {
              nb::arg("batches").noconvert(), "Attention's (row, visible key) pairs, or -1 for an invalid block.")
         .def("time_reads", &time_reads, "Seconds to read the bytes once with all threads.")
         .def("time_arithmetic", &time_arithmetic, "(seconds, operations) of a loop in registers.");
-    bind_families(m, runtime);
+    bind_family_rows(runtime);
+    bind_states(runtime);
+    bind_grouped(m, runtime);
 }
