@@ -121,18 +121,20 @@ struct FloatForm {
     template <StreamType L, int R, int NV, class Row>
     static inline void value_tile(Row&& row_of, int v, int padded, const float* p, uint64_t mask,
                                   const float* alpha, float* out, Ahead& ahead) {
-        F acc[R][NV];
+        constexpr int kParts = NV * kSteps;  // one register each
+        const int first = v * kSteps;
+        auto place = [&](int r, int n) { return out + static_cast<int64_t>(r) * padded + (first + n) * kDotLanes; };
+        D acc[R][kParts];
         for (int r = 0; r < R; ++r) {
-            const F a = f_set1(alpha[r]);
-            for (int n = 0; n < NV; ++n) {
-                acc[r][n] = f_mul(f_load(out + static_cast<int64_t>(r) * padded + 16 * (v + n)), a);
-            }
+            for (int n = 0; n < kParts; ++n) acc[r][n] = d_mul(d_load(place(r, n)), d_set1(alpha[r]));
         }
         auto add_key = [&](int j) {
             const uint8_t* row = row_of(j);
-            for (int n = 0; n < NV; ++n) {
-                const F x = lanes_load<L>(row, v + n);
-                for (int r = 0; r < R; ++r) acc[r][n] = f_fma(f_set1(p[r * kTile + j]), x, acc[r][n]);
+            D weight[R];
+            for (int r = 0; r < R; ++r) weight[r] = d_set1(p[r * kTile + j]);
+            for (int n = 0; n < kParts; ++n) {
+                const D x = dot_load<L>(row, first + n);
+                for (int r = 0; r < R; ++r) acc[r][n] = d_mac(acc[r][n], weight[r], x);
             }
         };
         if (mask == ~0ull) {
@@ -144,7 +146,7 @@ struct FloatForm {
             for (uint64_t left = mask; left; left &= left - 1) add_key(__builtin_ctzll(left));
         }
         for (int r = 0; r < R; ++r) {
-            for (int n = 0; n < NV; ++n) f_store(out + static_cast<int64_t>(r) * padded + 16 * (v + n), acc[r][n]);
+            for (int n = 0; n < kParts; ++n) d_store(place(r, n), acc[r][n]);
         }
     }
 

@@ -32,6 +32,8 @@ struct Int8Form {
         return (is_zero ? 1.0f : largest / limit) + f_sum(odd);
     }
 
+    static constexpr int kDirectRows = kScoreRows;  // for so few, values are paired up as they are read
+
     static bool pack_nothing(const TileRows&, int, int, uint8_t*, Ahead&) { return false; }
     static int64_t no_bytes(int) { return 0; }
 
@@ -79,14 +81,16 @@ struct Int8Form {
 
     // Values [kTile / 2][padded features] as pairs of neighbouring keys.
     static int64_t tile_bytes(int dim) { return kTile / 2 * 4 * static_cast<int64_t>(padded_to(dim, 16)); }
-    static bool pack(const TileRows& rows, int dim, int, uint8_t* tile, Ahead& ahead) {
+    static I pair_of(const TileRows& rows, int j, int d) {
+        return pair_up(reinterpret_cast<const int8_t*>(rows.row[2 * j]) + d, reinterpret_cast<const int8_t*>(rows.row[2 * j + 1]) + d);
+    }
+    static bool pack(const TileRows& rows, int dim, int num_rows, uint8_t* tile, Ahead& ahead) {
+        if (num_rows <= kDirectRows) return false;
         const int padded = padded_to(dim, 16);
         uint32_t* to = reinterpret_cast<uint32_t*>(tile);
-        for (int j = 0; j < kTile; j += 2, to += padded) {
-            const int8_t* x = reinterpret_cast<const int8_t*>(rows.row[j]);
-            const int8_t* y = reinterpret_cast<const int8_t*>(rows.row[j + 1]);
-            for (int d = 0; d < padded; d += 16) store_pairs(x + d, y + d, to + d);
-            if (j % 4 == 0) ahead.step();
+        for (int j = 0; j < kTile / 2; ++j, to += padded) {
+            for (int d = 0; d < padded; d += 16) store_pairs(to + d, pair_of(rows, j, d));
+            if (j % 2 == 0) ahead.step();
         }
         return true;
     }
@@ -109,20 +113,23 @@ struct Int8Form {
         return top / 32767.0f + (sum - sum);
     }
 
-    template <int R, int NV>
-    static inline void value_tile(const uint32_t* words, const uint32_t* pairs, int padded, int begin, int end,
-                                  const float* alpha, const float* unit, float* out, Ahead& ahead) {
+    // NV vectors of features; pair_at(j, n) is vector n of pair j.
+    template <int R, int NV, class Pair>
+    static inline void value_tile(Pair&& pair_at, const uint32_t* words, int padded, int begin, int end, const float* alpha,
+                                  const float* unit, float* out, Ahead& ahead) {
         I acc[R][NV];
         for (int r = 0; r < R; ++r) {
             for (int n = 0; n < NV; ++n) acc[r][n] = i_zero();
         }
         for (int j = begin; j < end; ++j) {
-            const uint32_t* at = pairs + static_cast<int64_t>(j) * padded;
+            I word[R];
+            for (int r = 0; r < R; ++r) word[r] = i_set1(static_cast<int>(words[r * kTile + j]));
             for (int n = 0; n < NV; ++n) {
-                for (int r = 0; r < R; ++r) acc[r][n] = i_mac_pairs(acc[r][n], at + 16 * n, words[r * kTile + j]);
+                const I pair = pair_at(j, n);
+                for (int r = 0; r < R; ++r) acc[r][n] = i_mac_pairs(acc[r][n], pair, word[r]);
             }
-            if (j % 4 == 0) ahead.step();
         }
+        ahead.step();
         for (int r = 0; r < R; ++r) {
             for (int n = 0; n < NV; ++n) {
                 float* to = out + static_cast<int64_t>(r) * padded + 16 * n;
@@ -143,11 +150,18 @@ struct Int8Form {
         const uint32_t* pairs = reinterpret_cast<const uint32_t*>(tile);
         in_row_tiles(num_rows, [&](auto rows, int i) {
             constexpr int R = rows.value;
-            constexpr int NV = R == 1 && kScoreVectors < 4 ? 2 * kScoreVectors : kScoreVectors;
+            constexpr int NV = kScoreRows == 3 && R > 1 ? 1 : kScoreVectors;  // registers for all sums
             float* out = acc + static_cast<int64_t>(i) * padded;
             in_value_tiles<NV>(padded, [&](auto vectors, int v) {
-                value_tile<R, vectors.value>(words + i * kTile, pairs + 16 * v, padded, begin, end, alpha + i, unit + i,
-                                             out + 16 * v, ahead);
+                auto tile_of = [&](auto&& pair_at) {
+                    value_tile<R, vectors.value>(pair_at, words + i * kTile, padded, begin, end, alpha + i, unit + i,
+                                                 out + 16 * v, ahead);
+                };
+                if (tile) {
+                    tile_of([&](int j, int n) { return load_pairs(pairs + static_cast<int64_t>(j) * padded + 16 * (v + n)); });
+                } else {
+                    tile_of([&](int j, int n) { return pair_of(values, j, 16 * (v + n)); });
+                }
             });
         });
     }

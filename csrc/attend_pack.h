@@ -26,20 +26,24 @@ static inline int64_t row_bytes_of(StreamType t, int dim) {
 }
 
 // Cache lines that will be needed next. Asking for many at once only fills the processor's queue of
-// misses and stalls it, so they are pulled a few at a time between pieces of arithmetic.
+// misses and stalls it, so they are pulled a few at a time between pieces of arithmetic: evenly over as
+// many steps as the last tile took.
 class Ahead {
 public:
-    void clear() { count_ = next_ = 0; }
+    void clear() { count_ = next_ = lines_ = 0; }
     void add(const uint8_t* from, int64_t bytes) {
-        if (count_ < kMost) runs_[count_++] = {from, static_cast<int>((bytes + 63) / 64)};
+        if (count_ == kMost) return;
+        runs_[count_] = {from, static_cast<int>((bytes + 63) / 64)};
+        lines_ += runs_[count_++].lines;
     }
-    // Spreads what is there over about this many steps.
+    // Begins a tile; `steps` is what it may take when it is the first.
     void spread(int steps) {
-        int lines = 0;
-        for (int i = 0; i < count_; ++i) lines += runs_[i].lines;
-        per_step_ = lines / steps + 1;
+        if (steps_ > 0) steps = steps_;
+        steps_ = 0;
+        per_step_ = (lines_ + steps - 1) / steps;
     }
     inline void step() {
+        ++steps_;
         if (next_ < count_) pull();
     }
     // Whatever is left.
@@ -65,7 +69,7 @@ private:
         int lines;
     };
     Run runs_[kMost];
-    int count_ = 0, next_ = 0, per_step_ = 0;
+    int count_ = 0, next_ = 0, lines_ = 0, per_step_ = 1, steps_ = 0;
 };
 
 // One head's vectors at a tile's 64 positions. Those that nobody needs point to zeros.

@@ -315,12 +315,15 @@ static inline F f_from_bf16_lanes(F x) {
 using D = __m256;
 constexpr int kDotLanes = 8;
 static inline D d_zero() { return _mm256_setzero_ps(); }
+static inline D d_set1(float x) { return _mm256_set1_ps(x); }
+static inline D d_mul(D x, D y) { return _mm256_mul_ps(x, y); }
+// Written out: left to gcc 12, a tile's sums wander between registers and the stack.
 static inline D d_mac(D acc, D x, D y) {
-    acc = _mm256_fmadd_ps(x, y, acc);
-    asm("" : "+x"(acc));  // as in j_mac
+    asm("vfmadd231ps %[y], %[x], %[acc]" : [acc] "+x"(acc) : [x] "x"(x), [y] "x"(y));
     return acc;
 }
 static inline D d_load(const float* p) { return _mm256_loadu_ps(p); }
+static inline void d_store(float* p, D x) { _mm256_storeu_ps(p, x); }
 static inline D d_load_fp32(const uint8_t* p, int step) {
     return _mm256_loadu_ps(reinterpret_cast<const float*>(p) + 8 * step);
 }
@@ -360,23 +363,23 @@ static inline void j_sums4(J a, J b, J c, J d, float* to) {
     const __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
     _mm_storeu_ps(to, _mm_cvtepi32_ps(sum));
 }
-// acc[f] += word's low half * the first key's feature f + its high half * the second's.
-static inline I i_mac_pairs(I acc, const uint32_t* pairs, uint32_t word) {
-    const __m256i w = _mm256_set1_epi32(static_cast<int>(word));
-    const __m256i* p = reinterpret_cast<const __m256i*>(pairs);
-    acc.a = _mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_loadu_si256(p), w));
-    acc.b = _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_loadu_si256(p + 1), w));
-    asm("" : "+x"(acc.a), "+x"(acc.b));  // as in j_mac
-    return acc;
-}
 // 16 features of two keys side by side, as int16.
-static inline void store_pairs(const int8_t* x, const int8_t* y, uint32_t* to) {
+static inline I pair_up(const int8_t* x, const int8_t* y) {
     const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
     const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(y));
-    __m256i* at = reinterpret_cast<__m256i*>(to);
-    _mm256_storeu_si256(at, _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b)));
-    _mm256_storeu_si256(at + 1, _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b)));
+    return {_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b)), _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b))};
 }
+static inline I load_pairs(const uint32_t* p) {
+    const __m256i* at = reinterpret_cast<const __m256i*>(p);
+    return {_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)};
+}
+static inline void store_pairs(uint32_t* p, I x) {
+    __m256i* at = reinterpret_cast<__m256i*>(p);
+    _mm256_storeu_si256(at, x.a);
+    _mm256_storeu_si256(at + 1, x.b);
+}
+// acc[f] += words' low half * the first key's feature f + their high half * the second's.
+static inline I i_mac_pairs(I acc, I pairs, I words) { return {j_mac(acc.a, pairs.a, words.a), j_mac(acc.b, pairs.b, words.b)}; }
 static inline void store_i16(int16_t* p, I x) {  // saturating
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                         _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8));

@@ -192,7 +192,10 @@ using D = __m512;
 constexpr int kDotLanes = 16;
 static inline D d_zero() { return _mm512_setzero_ps(); }
 static inline D d_mac(D acc, D x, D y) { return _mm512_fmadd_ps(x, y, acc); }
+static inline D d_set1(float x) { return _mm512_set1_ps(x); }
+static inline D d_mul(D x, D y) { return _mm512_mul_ps(x, y); }
 static inline D d_load(const float* p) { return _mm512_loadu_ps(p); }
+static inline void d_store(float* p, D x) { _mm512_storeu_ps(p, x); }
 static inline D d_load_fp32(const uint8_t* p, int step) { return _mm512_loadu_ps(p + 64 * step); }
 static inline D d_load_fp16(const uint8_t* p, int step) { return f_load_f16(p + 32 * step); }
 static inline D d_load_bf16_lanes(const uint8_t* p, int step) { return f_load_bf16(p + 32 * step); }
@@ -222,17 +225,16 @@ static inline void j_sums4(J a, J b, J c, J d, float* to) {
     const __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
     _mm_storeu_ps(to, _mm_cvtepi32_ps(sum));
 }
-// acc[f] += word's low half * the first key's feature f + its high half * the second's.
-static inline I i_mac_pairs(I acc, const uint32_t* pairs, uint32_t word) {
-    return _mm512_dpwssd_epi32(acc, _mm512_loadu_si512(pairs), _mm512_set1_epi32(static_cast<int>(word)));
-}
 // 16 features of two keys side by side, as int16.
-static inline void store_pairs(const int8_t* x, const int8_t* y, uint32_t* to) {
+static inline I pair_up(const int8_t* x, const int8_t* y) {
     const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
     const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(y));
-    const __m256i both = _mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b));
-    _mm512_storeu_si512(to, _mm512_cvtepi8_epi16(both));
+    return _mm512_cvtepi8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)));
 }
+static inline I load_pairs(const uint32_t* p) { return _mm512_loadu_si512(p); }
+static inline void store_pairs(uint32_t* p, I x) { _mm512_storeu_si512(p, x); }
+// acc[f] += words' low half * the first key's feature f + their high half * the second's.
+static inline I i_mac_pairs(I acc, I pairs, I words) { return _mm512_dpwssd_epi32(acc, pairs, words); }
 static inline void store_i16(int16_t* p, I x) {  // saturating
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(x));
 }

@@ -313,7 +313,10 @@ using D = F;
 constexpr int kDotLanes = 16;
 static inline D d_zero() { return f_zero(); }
 static inline D d_mac(D acc, D x, D y) { return f_fma(x, y, acc); }
+static inline D d_set1(float x) { return f_set1(x); }
+static inline D d_mul(D x, D y) { return f_mul(x, y); }
 static inline D d_load(const float* p) { return f_load(p); }
+static inline void d_store(float* p, D x) { f_store(p, x); }
 static inline D d_load_fp32(const uint8_t* p, int step) { return load_bytes<D>(p + 64 * step); }
 static inline D d_load_fp16(const uint8_t* p, int step) { return f_load_f16(p + 32 * step); }
 static inline D d_load_bf16_lanes(const uint8_t* p, int step) { return f_load_bf16(p + 32 * step); }
@@ -349,21 +352,21 @@ static inline void j_sums4(J a, J b, J c, J d, float* to) {
     to[2] = static_cast<float>(i_sum(c));
     to[3] = static_cast<float>(i_sum(d));
 }
-// acc[f] += word's low half * the first key's feature f + its high half * the second's.
-static inline I i_mac_pairs(I acc, const uint32_t* pairs, uint32_t word) {
-    const int32_t low = static_cast<int16_t>(word & 0xffffu);
-    const int32_t high = static_cast<int16_t>(word >> 16);
-    return quarters<I>([low, high](Ints s, Ints p) { return s + low_half(p) * low + (p >> 16) * high; }, acc,
-                       load_bytes<I>(pairs));
-}
 // 16 features of two keys side by side, as int16.
-static inline void store_pairs(const int8_t* x, const int8_t* y, uint32_t* to) {
+static inline I pair_up(const int8_t* x, const int8_t* y) {
     int16_t t[32];
     for (int i = 0; i < 16; ++i) {
         t[2 * i] = x[i];
         t[2 * i + 1] = y[i];
     }
-    std::memcpy(to, t, 64);
+    return load_bytes<I>(t);
+}
+static inline I load_pairs(const uint32_t* p) { return load_bytes<I>(p); }
+static inline void store_pairs(uint32_t* p, I x) { store_bytes(p, x); }
+// acc[f] += words' low half * the first key's feature f + their high half * the second's.
+static inline I i_mac_pairs(I acc, I pairs, I words) {
+    return quarters<I>([](Ints s, Ints p, Ints w) { return s + low_half(p) * low_half(w) + (p >> 16) * (w >> 16); }, acc,
+                       pairs, words);
 }
 static inline void store_i16(int16_t* p, I x) {  // saturating
     int32_t t[16];
