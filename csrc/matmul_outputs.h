@@ -1,13 +1,10 @@
-// What products of all weight types share: how far ahead a lone token's stream of weights is asked for, and how
-// a register tile of outputs is stored, one vector per group of 16 rows and token.
+// How a register tile of a product's outputs is stored: one vector per group of 16 rows and token.
 #pragma once
 
 namespace KVERN_PATH {
 
 using kvern::kGroupRows;
 using kvern::MatmulOut;
-
-constexpr int kPrefetchAhead = 8192;
 
 static inline void store_outputs(F acc, const MatmulOut& out, int64_t at, int64_t rows_left) {
     if (rows_left >= kGroupRows) {

@@ -13,6 +13,7 @@ struct B { __m256i a, b; };
 using Mask = uint16_t;
 
 constexpr bool kUnpacksFirst = true;  // unpacking costs as much as some of the product: once for many tokens
+constexpr int kPrefetchAhead = 2048;  // bytes of a lone token's stream of weights
 constexpr int kQuantRowTile = 6;
 constexpr int kQuantGroupTile = 1;
 constexpr int kFloatRowTile = 3;

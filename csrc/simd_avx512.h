@@ -15,6 +15,7 @@ using B = __m512i;  // 64 bytes: 4 consecutive k of 16 rows
 using Mask = __mmask16;
 
 constexpr bool kUnpacksFirst = false;
+constexpr int kPrefetchAhead = 8192;  // bytes of a lone token's stream of weights
 constexpr int kQuantRowTile = 6;    // tokens per register tile of the int8 product
 constexpr int kQuantGroupTile = 2;  // 16-row groups per register tile
 constexpr int kFloatRowTile = 6;

@@ -24,6 +24,7 @@ struct B { Bytes a, b, c, d; };
 using Mask = uint16_t;
 
 constexpr bool kUnpacksFirst = false;
+constexpr int kPrefetchAhead = 8192;  // bytes of a lone token's stream of weights
 constexpr int kQuantRowTile = 2;
 constexpr int kQuantGroupTile = 1;
 constexpr int kFloatRowTile = 2;
