@@ -1,9 +1,12 @@
-"""Which model a cache belongs to."""
+"""What is loaded, and which model a cache belongs to."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from tests.engine.conftest import write_tiny_model
 
 from kvern.engine.loading import _load_weights
@@ -29,3 +32,18 @@ def test_a_models_name_covers_weights_and_configuration(tmp_path: Path) -> None:
         ),
     ]
     assert len({base, *others}) == 5
+
+
+@pytest.mark.usefixtures("require_native")
+def test_the_native_engine_loads_no_other_backend() -> None:
+    """Each costs every start as much as reading the model's file."""
+    script = (
+        "import sys\n"
+        "from kvern.engine.backends import make_backend\n"
+        "make_backend('native', 1)\n"
+        "others = {'array_api_compat', 'torch', 'kvern.kernels.reference'} & set(sys.modules)\n"
+        "assert not others, others\n"
+        "make_backend('reference', 1)\n"
+        "assert 'kvern.kernels.reference' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

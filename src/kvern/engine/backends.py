@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import warnings
 
 from kvern.errors import UsageError
 from kvern.kernels.native import NativeBackend, native_available, native_unavailable_reason
 from kvern.kernels.protocol import Backend
-from kvern.kernels.reference import ReferenceBackend
+
+LOADED_WHEN_USED = {
+    "reference": ("kvern.kernels.reference", "ReferenceBackend"),
+    "torch": ("kvern.kernels.torch_backend", "TorchBackend"),
+}
+"""Module and class of the backends whose libraries would slow every start down."""
 
 
 class SlowBackendWarning(UserWarning):
@@ -33,7 +39,7 @@ def make_backend(name: str, threads: int | None) -> Backend:
             SlowBackendWarning,
             stacklevel=2,
         )
-        return ReferenceBackend(threads)
+        return _load("reference", threads)
     if name == "native":
         if not native_available():
             raise UsageError(
@@ -44,7 +50,10 @@ def make_backend(name: str, threads: int | None) -> Backend:
     if name == "torch":
         if importlib.util.find_spec("torch") is None:
             raise UsageError("the torch backend needs torch: install kvern[torch]")
-        from kvern.kernels.torch_backend import TorchBackend
+    return _load(name, threads)
 
-        return TorchBackend(threads)
-    return ReferenceBackend(threads)
+
+def _load(name: str, threads: int | None) -> Backend:
+    module, backend = LOADED_WHEN_USED[name]
+    made: Backend = getattr(importlib.import_module(module), backend)(threads)
+    return made
