@@ -47,9 +47,8 @@ def make_backend(name: str, threads: int | None) -> Backend:
                 "--backend reference works everywhere"
             )
         return NativeBackend(threads)
-    if name == "torch":
-        if importlib.util.find_spec("torch") is None:
-            raise UsageError("the torch backend needs torch: install kvern[torch]")
+    if name == "torch" and importlib.util.find_spec("torch") is None:
+        raise UsageError("the torch backend needs torch: install kvern[torch]")
     return _load(name, threads)
 
 
