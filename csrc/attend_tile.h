@@ -22,7 +22,7 @@ static inline void in_row_tiles(int n, Call&& call) {
         if (n - r >= 4) call(std::integral_constant<int, 4>{}, r), r += 4;
     }
     if constexpr (kScoreRows >= 3) {
-        for (; n - r >= 3; r += 3) call(std::integral_constant<int, 3>{}, r);
+        for (; n - r >= 3 && n - r != 4; r += 3) call(std::integral_constant<int, 3>{}, r);  // 4 go as 2 and 2
     }
     for (; n - r >= 2; r += 2) call(std::integral_constant<int, 2>{}, r);
     if (n - r == 1) call(std::integral_constant<int, 1>{}, r);
