@@ -69,10 +69,17 @@ struct FloatForm {
                                   Ahead& ahead) {
         for (int j = 0; j < kTile; j += kDotKeys) {
             if (!(seen >> j & 15)) continue;
-            D acc[kDotKeys][R];
             const uint8_t* key[kDotKeys];
+            for (int k = 0; k < kDotKeys; ++k) key[k] = row_of(j + k);
+#ifdef KVERN_WRITTEN_OUT
+            if constexpr (R == 3) {
+                store_scores(score_3_by_4<L>(key, q, 4 * static_cast<int64_t>(padded), padded / 16), scores + j);
+                ahead.step();
+                continue;
+            }
+#endif
+            D acc[kDotKeys][R];
             for (int k = 0; k < kDotKeys; ++k) {
-                key[k] = row_of(j + k);
                 for (int r = 0; r < R; ++r) acc[k][r] = d_zero();
             }
             for (int i = 0; i < padded / 16; ++i) {
@@ -124,6 +131,26 @@ struct FloatForm {
         constexpr int kParts = NV * kSteps;  // one register each
         const int first = v * kSteps;
         auto place = [&](int r, int n) { return out + static_cast<int64_t>(r) * padded + (first + n) * kDotLanes; };
+#ifdef KVERN_WRITTEN_OUT
+        if constexpr (R == 3 && kParts == 4) {
+            constexpr int64_t kStored = L == StreamType::FP32 ? 4 : 2;
+            Sums sums = load_sums(place(0, 0), padded, alpha);
+            const int64_t at = first * kDotLanes * kStored;
+            if (mask == ~0ull) {
+                for (int j = 0; j < kTile; j += 4) {
+                    for (int i = j; i < j + 4; ++i) weigh_3_by_4<L>(row_of(i) + at, p + i, sums);
+                    ahead.step();
+                }
+            } else {
+                for (uint64_t left = mask; left; left &= left - 1) {
+                    const int j = __builtin_ctzll(left);
+                    weigh_3_by_4<L>(row_of(j) + at, p + j, sums);
+                }
+            }
+            store_sums(sums, place(0, 0), padded);
+            return;
+        }
+#endif
         D acc[R][kParts];
         for (int r = 0; r < R; ++r) {
             for (int n = 0; n < kParts; ++n) acc[r][n] = d_mul(d_load(place(r, n)), d_set1(alpha[r]));

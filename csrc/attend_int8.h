@@ -134,7 +134,7 @@ struct Int8Form {
             for (int n = 0; n < NV; ++n) {
                 float* to = out + static_cast<int64_t>(r) * padded + 16 * n;
                 const F old = f_mul(f_load(to), f_set1(alpha[r]));
-                f_store(to, f_fma(f_from_i(acc[r][n]), f_set1(unit[r]), old));
+                f_store(to, f_fma(f_from_i(unpair(acc[r][n])), f_set1(unit[r]), old));
             }
         }
     }
@@ -150,7 +150,7 @@ struct Int8Form {
         const uint32_t* pairs = reinterpret_cast<const uint32_t*>(tile);
         in_row_tiles(num_rows, [&](auto rows, int i) {
             constexpr int R = rows.value;
-            constexpr int NV = kScoreRows == 3 && R > 1 ? 1 : kScoreVectors;  // registers for all sums
+            constexpr int NV = R > 1 ? kPairVectors : kScoreVectors;
             float* out = acc + static_cast<int64_t>(i) * padded;
             in_value_tiles<NV>(padded, [&](auto vectors, int v) {
                 auto tile_of = [&](auto&& pair_at) {

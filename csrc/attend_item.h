@@ -165,39 +165,62 @@ static RowRange set_masks(const AttendShape& shape, const AttendItem& item, Span
     return range;
 }
 
-// False when a needed key has no valid block.
+// The tile's rows of one head's keys or values. False when a needed one has no valid block.
 static bool find_tile(const AttendShape& shape, const AttendItem& item, const ItemBuffers& b, const Walk& walk,
-                      int head, int64_t base, uint64_t need) {
-    const bool is_open = walk.span == Span::OPEN;
-    const StreamView* streams[2] = {&shape.keys, &shape.values};
-    TileRows* rows[2] = {b.key_rows, b.value_rows};
-    for (int i = 0; i < 2; ++i) {
-        if (is_open && streams[i]->is_narrow()) {
-            find_open_rows(item, *streams[i], head, base, need, b.zeros, *rows[i]);
-        } else if (!find_rows(item, *streams[i], head, base, need, b.zeros, b.spare + i * b.spare_bytes, *rows[i])) {
-            return false;
+                      bool of_keys, int head, int64_t base, uint64_t need) {
+    const StreamView& stream = of_keys ? shape.keys : shape.values;
+    TileRows& rows = of_keys ? *b.key_rows : *b.value_rows;
+    rows.item_rows = item.num_tokens * item.num_heads;
+    if (walk.span == Span::OPEN && stream.is_narrow()) {
+        find_open_rows(item, stream, head, base, need, b.zeros, rows);
+        return true;
+    }
+    return find_rows(item, stream, head, base, need, b.zeros, b.spare + (of_keys ? 0 : b.spare_bytes), rows);
+}
+
+// One tile of KV heads [first, first + count) of the item against rows `range` of each. More than one head only
+// when all rows go as one block.
+static bool attend_heads(const AttendShape& shape, const AttendItem& item, const ItemBuffers& b, const Walk& walk,
+                         int first, int count, int64_t base, uint64_t need, RowRange range, Ahead& ahead) {
+    const KeyForm& key_form = walk.pass.key_form();
+    const ValueForm& value_form = walk.pass.value_form();
+    const int per_head = item.num_tokens * item.num_heads, num_rows = range.end - range.begin;
+    const int64_t q_bytes = key_form.q_bytes(shape.keys.dim);
+    const RowState rows = rows_from(b.rows, first * per_head, q_bytes, shape.value_dim_padded);
+    bool has_keys = false, has_values = false;  // packed
+    alignas(64) float alpha[kRowBlock + 8];
+    for (int r = range.begin; r < range.end; r += kRowBlock) {
+        const RowSet set{r, r + kRowBlock < range.end ? r + kRowBlock : range.end, count, per_head};
+        for (int h = 0; h < count; ++h) {
+            if (r == range.begin) {
+                if (!find_tile(shape, item, b, walk, true, item.first_kv_head + first + h, base, need)) return false;
+                has_keys = key_form.pack(*b.key_rows, shape.keys.dim, num_rows, b.keys, ahead);
+            }
+            key_form.score(*b.key_rows, has_keys ? b.keys : nullptr, shape.keys.dim, set.count(),
+                           rows.q + (h * per_head + r) * q_bytes, rows.masks + r, b.scores + h * set.count() * kTile, ahead);
+        }
+        soften(shape, value_form, set, rows, b.scores, alpha, ahead);
+        for (int h = 0; h < count; ++h) {
+            if (r == range.begin) {
+                if (!find_tile(shape, item, b, walk, false, item.first_kv_head + first + h, base, need)) return false;
+                has_values = value_form.pack(*b.value_rows, shape.values.dim, num_rows, b.values, ahead);
+            }
+            weigh_head(shape, value_form, *b.value_rows, has_values ? b.values : nullptr, set, rows.masks,
+                       b.scores + h * set.count() * kTile, alpha + h * set.count(),
+                       rows.acc + static_cast<int64_t>(h) * per_head * shape.value_dim_padded, ahead);
         }
     }
     return true;
 }
 
-// One tile of one KV head against rows [begin, end) of the item.
+// One tile of all the item's KV heads.
 static bool attend_tile(const AttendShape& shape, const AttendItem& item, const ItemBuffers& b, const Walk& walk,
-                        int head, int64_t base, uint64_t need, RowRange range, Ahead& ahead) {
-    if (!find_tile(shape, item, b, walk, head, base, need)) return false;
-    const KeyForm& key_form = walk.pass.key_form();
-    const ValueForm& value_form = walk.pass.value_form();
+                        int64_t base, uint64_t need, RowRange range, Ahead& ahead) {
     const int num_rows = range.end - range.begin;
-    b.key_rows->item_rows = b.value_rows->item_rows = item.num_tokens * item.num_heads;
-    const bool has_keys = key_form.pack(*b.key_rows, shape.keys.dim, num_rows, b.keys, ahead);
-    const bool has_values = value_form.pack(*b.value_rows, shape.values.dim, num_rows, b.values, ahead);
-    const KeyTile tile{&key_form,    &value_form, b.key_rows, b.value_rows, has_keys ? b.keys : nullptr,
-                    has_values ? b.values : nullptr, b.scores};
-    const int first = (head - item.first_kv_head) * item.num_tokens * item.num_heads;
-    const RowState rows = rows_from(b.rows, first, key_form.q_bytes(shape.keys.dim), shape.value_dim_padded);
-    for (int r = range.begin; r < range.end; r += kRowBlock) {
-        const int end = r + kRowBlock < range.end ? r + kRowBlock : range.end;
-        attend_rows(shape, tile, rows, r, end, ahead);
+    const int at_once = num_rows < kRowBlock ? kRowBlock / num_rows : 1;
+    for (int h = 0; h < item.num_kv_heads; h += at_once) {
+        const int count = item.num_kv_heads - h < at_once ? item.num_kv_heads - h : at_once;
+        if (!attend_heads(shape, item, b, walk, h, count, base, need, range, ahead)) return false;
     }
     return true;
 }
@@ -256,9 +279,7 @@ static bool attend_unit(const AttendShape& shape, const AttendItem& item, ItemBu
         const int row_tiles = (range.end - range.begin + kScoreRows - 1) / kScoreRows;
         look_ahead(shape, item, walk, base, ahead);
         ahead.spread(item.num_kv_heads * kTile / 4 * (1 + row_tiles));
-        for (int h = item.first_kv_head; h < item.first_kv_head + item.num_kv_heads; ++h) {
-            if (!attend_tile(shape, item, b, walk, h, base, need, range, ahead)) return false;
-        }
+        if (!attend_tile(shape, item, b, walk, base, need, range, ahead)) return false;
         ahead.finish();
     }
     walk.pass.value_form().settle(shape.values.dim, rows, b.rows.acc);

@@ -32,9 +32,15 @@ class Ahead {
 public:
     void clear() { count_ = next_ = lines_ = 0; }
     void add(const uint8_t* from, int64_t bytes) {
-        if (count_ == kMost) return;
-        runs_[count_] = {from, static_cast<int>((bytes + 63) / 64)};
-        lines_ += runs_[count_++].lines;
+        const int lines = static_cast<int>((bytes + 63) / 64);
+        if (count_ > 0 && runs_[count_ - 1].at + 64 * static_cast<int64_t>(runs_[count_ - 1].lines) == from) {
+            runs_[count_ - 1].lines += lines;  // values often lie right behind their keys
+        } else if (count_ < kMost) {
+            runs_[count_++] = {from, lines};
+        } else {
+            return;
+        }
+        lines_ += lines;
     }
     // Begins a tile; `steps` is what it may take when it is the first.
     void spread(int steps) {
@@ -52,15 +58,13 @@ public:
     }
 
 private:
+    // From one run, so that how many are asked for hardly ever changes: the loop's end is predicted.
     void pull() {
-        for (int left = per_step_; left > 0 && next_ < count_;) {
-            Run& run = runs_[next_];
-            const int count = run.lines < left ? run.lines : left;
-            for (int i = 0; i < count; ++i, run.at += 64) __builtin_prefetch(run.at, 0, 2);
-            run.lines -= count;
-            left -= count;
-            if (run.lines == 0) ++next_;
-        }
+        Run& run = runs_[next_];
+        const int count = run.lines < per_step_ ? run.lines : per_step_;
+        for (int i = 0; i < count; ++i, run.at += 64) __builtin_prefetch(run.at, 0, 2);
+        run.lines -= count;
+        if (run.lines == 0) ++next_;
     }
 
     static constexpr int kMost = 4 * kTile;
@@ -163,10 +167,18 @@ static inline bool find_rows(const AttendItem& item, const StreamView& s, int he
     const int64_t row_bytes = row_bytes_of(s.type, s.dim);
     const bool is_whole = s.type != StreamType::INT8 || s.dim % kPackAlign == 0;
     return for_each_run(item, s, head, base, need, [&](const uint8_t* src, const uint8_t* scales, int j, int n) {
-        for (int i = 0; i < n; ++i) rows.row[j + i] = src + i * row_bytes;
+        const uint8_t** row = rows.row + j;
+        int i = 0;
+        for (; i + 4 <= n; i += 4, src += 4 * row_bytes) {
+            row[i] = src;
+            row[i + 1] = src + row_bytes;
+            row[i + 2] = src + 2 * row_bytes;
+            row[i + 3] = src + 3 * row_bytes;
+        }
+        for (; i < n; ++i, src += row_bytes) row[i] = src;
         if (s.type != StreamType::INT8) return;
         std::memcpy(rows.scale + j, scales, static_cast<size_t>(n) * 4);
-        for (int i = 0; !is_whole && i < n; ++i) rows.row[j + i] = readable_row(s, rows.row[j + i], spare);
+        for (int k = 0; !is_whole && k < n; ++k) row[k] = readable_row(s, row[k], spare);
     });
 }
 

@@ -38,6 +38,9 @@ static inline void in_value_tiles(int padded, Call&& call) {
 
 }  // namespace KVERN_PATH
 
+#ifdef KVERN_WRITTEN_OUT
+#include "attend_avx2.h"
+#endif
 #include "attend_bf16.h"
 #include "attend_float.h"
 #include "attend_int8.h"
@@ -102,13 +105,20 @@ struct RowState {
     const uint64_t* masks;  // visible keys of the tile
 };
 
-// One tile of one head, ready for rows.
-struct KeyTile {
-    const KeyForm* key_form;
-    const ValueForm* value_form;
-    const TileRows *keys, *values;
-    const uint8_t *packed_keys, *packed_values;  // null: not packed
-    float* scores;                               // [kRowBlock][kTile]; turned into probabilities in place
+// Rows [begin, end) of each of some KV heads, at most kRowBlock in all, that meet a tile together: every
+// head's scores, then every row's softmax, then every head's values.
+struct RowSet {
+    int begin, end, heads;
+    int per_head;  // rows from one head to the next in RowState
+
+    int count() const { return end - begin; }  // of one head
+    // Calls use(place among the scores, place in the state, row whose mask it has).
+    template <class Use>
+    void each(Use&& use) const {
+        for (int h = 0, i = 0; h < heads; ++h) {
+            for (int r = begin; r < end; ++r, ++i) use(i, h * per_head + r, r);
+        }
+    }
 };
 
 static inline void cap_scores(float* s, float scale, float cap) {
@@ -132,43 +142,46 @@ static inline float mask_and_max(float* s, uint64_t mask, float c, float m) {
     return t > m ? t : m;
 }
 
-// Rows [begin, end), at most kRowBlock of them.
-static void attend_rows(const AttendShape& shape, const KeyTile& tile, const RowState& row, int begin, int end,
-                        Ahead& ahead) {
-    const int padded = shape.value_dim_padded;
+// Scores [rows of the set][kTile] to probabilities in place; moves m and l on and says what that does to acc. All
+// heads at once, since each row's is one long chain of steps.
+static void soften(const AttendShape& shape, const ValueForm& form, const RowSet& set, const RowState& row, float* scores,
+                   float* alpha, Ahead& ahead) {
     const float cap = shape.params.softcap;
-    auto scores_of = [&](int r) { return tile.scores + (r - begin) * kTile; };
-    tile.key_form->score(*tile.keys, tile.packed_keys, shape.keys.dim, end - begin,
-                         row.q + begin * tile.key_form->q_bytes(shape.keys.dim), row.masks + begin, tile.scores, ahead);
-    alignas(64) float m_new[kRowBlock + 8], alpha[kRowBlock + 8], c[kRowBlock];
-    for (int r = begin; r < end; ++r) {
-        const int i = r - begin;
-        m_new[i] = row.m[r];
+    alignas(64) float m_old[kRowBlock + 8], m_new[kRowBlock + 8], c[kRowBlock];
+    set.each([&](int i, int r, int masked) {
+        m_old[i] = m_new[i] = row.m[r];
         c[i] = cap > 0.0f ? kLog2e : shape.params.scale * kLog2e * row.q_unit[r];
-        if (row.masks[r] == 0) continue;
-        if (cap > 0.0f) cap_scores(scores_of(r), shape.params.scale * row.q_unit[r], cap);
-        m_new[i] = mask_and_max(scores_of(r), row.masks[r], c[i], row.m[r]);
-    }
+        const uint64_t mask = row.masks[masked];
+        if (mask == 0) return;
+        if (cap > 0.0f) cap_scores(scores + i * kTile, shape.params.scale * row.q_unit[r], cap);
+        m_new[i] = mask_and_max(scores + i * kTile, mask, c[i], row.m[r]);
+    });
     ahead.step();
-    for (int i = 0; i < end - begin; i += 16) {
-        const int n = end - begin - i < 16 ? end - begin - i : 16;
-        const F gap = f_sub(f_load_n(row.m + begin + i, n), f_load_n(m_new + i, n));
-        f_store_n(alpha + i, f_exp2(gap), n);
+    const int rows = set.heads * set.count();
+    for (int i = 0; i < rows; i += 16) {
+        const int n = rows - i < 16 ? rows - i : 16;
+        f_store_n(alpha + i, f_exp2(f_sub(f_load_n(m_old + i, n), f_load_n(m_new + i, n))), n);
     }
-    for (int r = begin; r < end; ++r) {
-        if (row.masks[r] == 0) continue;
-        const float sum = tile.value_form->exponentiate(scores_of(r), c[r - begin], m_new[r - begin]);
-        row.l[r] = fma_scalar(row.l[r], alpha[r - begin], sum);
-        row.m[r] = m_new[r - begin];
-        if (r % 4 == 0) ahead.step();
-    }
-    auto go_together = [&](uint64_t a, uint64_t b) { return tile.value_form->takes_any_masks ? (a != 0) == (b != 0) : a == b; };
-    for (int r = begin; r < end;) {
+    set.each([&](int i, int r, int masked) {
+        if (row.masks[masked] == 0) return;
+        const float sum = form.exponentiate(scores + i * kTile, c[i], m_new[i]);
+        row.l[r] = fma_scalar(row.l[r], alpha[i], sum);
+        row.m[r] = m_new[i];
+        if (i % 4 == 0) ahead.step();
+    });
+}
+
+// Adds the values of one head to its rows [begin, end): those with one mask, or that the form takes together, at a time.
+static void weigh_head(const AttendShape& shape, const ValueForm& form, const TileRows& values, const uint8_t* tile,
+                       const RowSet& set, const uint64_t* masks, float* p, const float* alpha, float* acc, Ahead& ahead) {
+    auto go_together = [&](uint64_t a, uint64_t b) { return form.takes_any_masks ? (a != 0) == (b != 0) : a == b; };
+    for (int r = 0; r < set.count();) {
+        const uint64_t* mask = masks + set.begin + r;
         int n = 1;
-        while (r + n < end && go_together(row.masks[r], row.masks[r + n])) ++n;
-        if (row.masks[r] != 0) {
-            tile.value_form->weigh(*tile.values, tile.packed_values, shape.values.dim, n, scores_of(r), row.masks + r,
-                                   alpha + (r - begin), row.acc + static_cast<int64_t>(r) * padded, ahead);
+        while (r + n < set.count() && go_together(mask[0], mask[n])) ++n;
+        if (mask[0] != 0) {
+            form.weigh(values, tile, shape.values.dim, n, p + r * kTile, mask, alpha + r,
+                       acc + static_cast<int64_t>(set.begin + r) * shape.value_dim_padded, ahead);
         }
         r += n;
     }

@@ -1,5 +1,6 @@
 #define KVERN_PATH path_avx2
 #define KVERN_PATH_NAME "avx2"
+#define KVERN_WRITTEN_OUT  // inner loops in attend_avx2.h
 #include <cstdint>
 #include <initializer_list>
 #include <type_traits>

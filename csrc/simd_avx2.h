@@ -20,6 +20,7 @@ constexpr int kFloatRowTile = 3;
 constexpr int kFloatGroupTile = 2;
 constexpr int kScoreRows = 3;
 constexpr int kScoreVectors = 2;
+constexpr int kPairVectors = 1;  // of values by several rows, as pairs of int16: registers for all sums
 
 static inline F f_zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 static inline F f_set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -336,10 +337,11 @@ static inline D d_load_bf16_lanes(const uint8_t* p, int step) {
     const __m256i odd = _mm256_and_si256(h, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
     return _mm256_castsi256_ps(step % 2 ? odd : _mm256_slli_epi32(h, 16));
 }
+// Blends, where they do, since shuffles are what this path has the fewest units for.
 static inline void d_sums4(D a, D b, D c, D d, float* to) {
-    const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
-    const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
-    const __m256 s = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+    const __m256 ab = _mm256_add_ps(_mm256_blend_ps(a, b, 0xcc), _mm256_shuffle_ps(a, b, 0x4e));
+    const __m256 cd = _mm256_add_ps(_mm256_blend_ps(c, d, 0xcc), _mm256_shuffle_ps(c, d, 0x4e));
+    const __m256 s = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x88), _mm256_shuffle_ps(ab, cd, 0xdd));
     _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
 }
 
@@ -357,18 +359,25 @@ static inline J j_mac(J acc, W x, W y) {
     asm("" : "+x"(acc));  // or gcc 12 gathers the products first and has no registers left for the sums
     return acc;
 }
+template <int PICK>
+static inline J two_of_each(J x, J y) {
+    return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(x), _mm256_castsi256_ps(y), PICK));
+}
 static inline void j_sums4(J a, J b, J c, J d, float* to) {
-    const __m256i ab = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
-    const __m256i cd = _mm256_add_epi32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
-    const __m256i s = _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+    const __m256i ab = _mm256_add_epi32(_mm256_blend_epi32(a, b, 0xcc), two_of_each<0x4e>(a, b));
+    const __m256i cd = _mm256_add_epi32(_mm256_blend_epi32(c, d, 0xcc), two_of_each<0x4e>(c, d));
+    const __m256i s = _mm256_add_epi32(two_of_each<0x88>(ab, cd), two_of_each<0xdd>(ab, cd));
     const __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
     _mm_storeu_ps(to, _mm_cvtepi32_ps(sum));
 }
-// 16 features of two keys side by side, as int16.
+// 16 features of two keys side by side, as int16: widened from memory, since across registers that takes twice as
+// long. `a` holds features 0 to 3 and 8 to 11; unpair brings sums back to their order.
 static inline I pair_up(const int8_t* x, const int8_t* y) {
-    const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
-    const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(y));
-    return {_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b)), _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b))};
+    const W a = w_load_i8(x), b = w_load_i8(y);
+    return {_mm256_unpacklo_epi16(a, b), _mm256_unpackhi_epi16(a, b)};
+}
+static inline I unpair(I x) {
+    return {_mm256_permute2x128_si256(x.a, x.b, 0x20), _mm256_permute2x128_si256(x.a, x.b, 0x31)};
 }
 static inline I load_pairs(const uint32_t* p) {
     const __m256i* at = reinterpret_cast<const __m256i*>(p);

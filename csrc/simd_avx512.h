@@ -22,6 +22,7 @@ constexpr int kFloatRowTile = 6;
 constexpr int kFloatGroupTile = 4;
 constexpr int kScoreRows = 6;       // query rows per register tile of attention
 constexpr int kScoreVectors = 4;    // key (or value-dim) vectors per register tile
+constexpr int kPairVectors = 4;
 
 static inline F f_zero() { return _mm512_setzero_ps(); }
 static inline F f_set1(float x) { return _mm512_set1_ps(x); }
@@ -232,6 +233,7 @@ static inline I pair_up(const int8_t* x, const int8_t* y) {
     const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(y));
     return _mm512_cvtepi8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)));
 }
+static inline I unpair(I x) { return x; }  // sums of pairs in the order of features
 static inline I load_pairs(const uint32_t* p) { return _mm512_loadu_si512(p); }
 static inline void store_pairs(uint32_t* p, I x) { _mm512_storeu_si512(p, x); }
 // acc[f] += words' low half * the first key's feature f + their high half * the second's.

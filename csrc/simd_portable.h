@@ -31,6 +31,7 @@ constexpr int kFloatRowTile = 2;
 constexpr int kFloatGroupTile = 1;
 constexpr int kScoreRows = 2;
 constexpr int kScoreVectors = 1;
+constexpr int kPairVectors = 1;
 
 // call(quarter, ...) of each quarter of the arguments.
 template <class To, class Call, class... From>
@@ -362,6 +363,7 @@ static inline I pair_up(const int8_t* x, const int8_t* y) {
     }
     return load_bytes<I>(t);
 }
+static inline I unpair(I x) { return x; }  // sums of pairs in the order of features
 static inline I load_pairs(const uint32_t* p) { return load_bytes<I>(p); }
 static inline void store_pairs(uint32_t* p, I x) { store_bytes(p, x); }
 // acc[f] += words' low half * the first key's feature f + their high half * the second's.
