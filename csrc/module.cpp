@@ -15,7 +15,7 @@ struct Recorded {
 
 using RawTuple = std::tuple<int, int64_t, RawBytes>;  // element type, rows, bytes
 
-std::unique_ptr<Weight> prepare(Handle& h, const std::vector<RawTuple>& parts, int64_t cols, bool as_float) {
+std::unique_ptr<Weight> prepare(Handle& h, const std::vector<RawTuple>& parts, int64_t cols, int form) {
     std::vector<RawTensor> tensors;
     for (const auto& [type_index, rows, data] : parts) {
         const auto type = static_cast<ElementType>(type_index);
@@ -29,7 +29,7 @@ std::unique_ptr<Weight> prepare(Handle& h, const std::vector<RawTuple>& parts, i
         tensors.push_back({type, rows, data.data()});
     }
     nb::gil_scoped_release unlocked;
-    return h.runtime.prepare(tensors, cols, as_float);
+    return h.runtime.prepare(tensors, cols, static_cast<WeightForm>(form));
 }
 
 void matmul(Handle& h, Floats x, nb::object weight, FloatsOut out) {

@@ -62,13 +62,15 @@ struct GroupShape {
     int64_t rows, cols;
     int64_t units = 0;         // of the weight that has most
     bool is_quantised = false;  // some need int8 activations
+    bool is_paired = false;     // all need bf16 activations
 };
 
-// The input of grouped products as the kernels read it: rows of float32, and of int8 with their scales.
+// The input of grouped products as the kernels read it: rows of float32, and of int8 with their scales or of bf16.
 struct GroupInput {
     float* x;
     int8_t* codes;
     BlockMeta* meta;
+    uint32_t* words;
 
     static size_t bytes(const GroupShape& s, int64_t rows);
     static GroupInput at(uint8_t* data, const GroupShape& s, int64_t rows);

@@ -22,11 +22,13 @@ GroupShape::GroupShape(const std::vector<const Weight*>& weights)
     for (const Weight* w : weights) {
         units = std::max(units, w->units);
         is_quantised = is_quantised || w->has_quantised;
+        is_paired = is_paired || w->is_paired;
     }
 }
 
 size_t GroupInput::bytes(const GroupShape& s, int64_t rows) {
     int64_t need = round_up(rows * s.cols * 4);
+    if (s.is_paired) need += rows * pair_words(s.cols) * 4;
     if (s.is_quantised) {
         need += round_up(rows * s.cols) + round_up(rows * (s.cols / kBlock) * static_cast<int64_t>(sizeof(BlockMeta)));
     }
@@ -34,9 +36,10 @@ size_t GroupInput::bytes(const GroupShape& s, int64_t rows) {
 }
 
 GroupInput GroupInput::at(uint8_t* data, const GroupShape& s, int64_t rows) {
-    GroupInput in{reinterpret_cast<float*>(data), nullptr, nullptr};
-    if (!s.is_quantised) return in;
+    GroupInput in{reinterpret_cast<float*>(data), nullptr, nullptr, nullptr};
     data += round_up(rows * s.cols * 4);
+    if (s.is_paired) in.words = reinterpret_cast<uint32_t*>(data);
+    if (!s.is_quantised) return in;
     in.codes = reinterpret_cast<int8_t*>(data);
     in.meta = reinterpret_cast<BlockMeta*>(data + round_up(rows * s.cols));
     return in;
@@ -44,12 +47,14 @@ GroupInput GroupInput::at(uint8_t* data, const GroupShape& s, int64_t rows) {
 
 void GroupInput::quantise(const Step& step, const GroupShape& s, int64_t begin, int64_t end) const {
     if (s.is_quantised) step.kernels->quantise_rows(x, s.cols, begin, end, codes, meta);
+    if (s.is_paired) step.kernels->round_rows(x, s.cols, begin, end, words);
 }
 
 void grouped_product(const Step& step, const Weight& w, const GroupInput& in, GroupRows rows, int64_t begin,
                      int64_t end, MatmulOut out, uint8_t* scratch) {
     const int64_t blocks = w.cols / kBlock;
-    const int64_t row_bytes = w.cols * (w.has_float ? 4 : 1);
+    const int64_t words = pair_words(w.cols);
+    const int64_t row_bytes = w.is_paired ? 4 * words : w.cols * (w.has_float ? 4 : 1);
     const int64_t rows_at_once = std::max<int64_t>(48, kCacheBytes / row_bytes / 12 * 12);
     for (int64_t u = begin; u < end;) {
         const Segment& s = w.segment_of_unit(u);
@@ -61,7 +66,9 @@ void grouped_product(const Step& step, const Weight& w, const GroupInput& in, Gr
         for (int64_t r = rows.begin; r < rows.end; r += rows_at_once) {
             const int64_t n = std::min(rows_at_once, rows.end - r);
             const MatmulOut to{out.to + (r - rows.begin) * out.stride + s.first_row + row, nullptr, out.stride};
-            if (is_quantised(s.type)) {
+            if (w.is_paired) {
+                step.kernels->matmul_pairs(data, count, s.rows - row, in.words + r * words, words, n, to);
+            } else if (is_quantised(s.type)) {
                 const QuantRows q{in.codes + r * w.cols, in.meta + r * blocks, w.cols};
                 step.kernels->matmul_quant(s.type, data, s.group_bytes, count, s.rows - row, q, n, to, scratch);
             } else {

@@ -13,7 +13,9 @@ constexpr int64_t kCacheBytes = 384 << 10;  // activations that stay in the seco
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+// Activations as int8 codes, or as pairs of bf16.
 int64_t bytes_of_codes(const Weight& w, int64_t tokens) {
+    if (w.is_paired) return tokens * pair_words(w.cols) * 4;
     return w.has_quantised ? round_up(tokens * w.cols, 64) : 0;
 }
 
@@ -57,6 +59,8 @@ struct MatmulOp::Input {
     const float* x;
     int8_t* codes;
     BlockMeta* meta;
+
+    uint32_t* words() const { return reinterpret_cast<uint32_t*>(codes); }
 };
 
 // For a few tokens, making the input on every thread is cheaper than making it once and meeting.
@@ -67,7 +71,7 @@ void MatmulOp::plan(Step& step, std::vector<Stage>& stages) {
     if (!is_made_alone(step)) {
         const int64_t need = bytes_of_codes(*weight, step.tokens) + bytes_of_meta(*weight, step.tokens);
         SharedBuffers::grow(step.shared->quant, step.shared->quant_bytes, static_cast<size_t>(need));
-        if (weight->has_quantised || norm_ || gate_) stages.push_back({this, 0, step.tokens, 4, false, is_serial});
+        if (weight->has_quantised || weight->is_paired || norm_ || gate_) stages.push_back({this, 0, step.tokens, 4, false, is_serial});
     }
     const int64_t least = step.tokens == 1 ? 1 : 2;  // groups go in pairs when tokens share them
     stages.push_back({this, 1, weight->units, least, true, is_serial});
@@ -94,6 +98,7 @@ void MatmulOp::make_rows(const Step& step, int64_t begin, int64_t end, float* ta
     if (norm_) norm_->to(step, begin, end, target);
     if (gate_) gate_->to(step, begin, end, target);
     if (weight->has_quantised) step.kernels->quantise_rows(in.x, weight->cols, begin, end, in.codes, in.meta);
+    if (weight->is_paired) step.kernels->round_rows(in.x, weight->cols, begin, end, in.words());
 }
 
 void MatmulOp::work(const Step& step, int stage, const Claim& claim, const Worker& worker) {
@@ -112,7 +117,8 @@ void MatmulOp::work(const Step& step, int stage, const Claim& claim, const Worke
 void MatmulOp::tiles(const Step& step, int64_t begin, int64_t end, const Input& in, uint8_t* scratch) const {
     const Weight& w = *weight;
     const int64_t blocks = w.cols / kBlock;
-    const int64_t row_bytes = w.cols * (w.has_float ? 4 : 1);
+    const int64_t words = pair_words(w.cols);
+    const int64_t row_bytes = w.is_paired ? 4 * words : w.cols * (w.has_float ? 4 : 1);
     const int64_t tokens_at_once = std::max<int64_t>(48, kCacheBytes / row_bytes / 48 * 48);
     for (int64_t u = begin; u < end;) {
         const Segment& s = w.segment_of_unit(u);
@@ -125,7 +131,9 @@ void MatmulOp::tiles(const Step& step, int64_t begin, int64_t end, const Input& 
             const int64_t n = std::min(tokens_at_once, step.tokens - t);
             const int64_t at = t * w.rows + s.first_row + row;
             const MatmulOut to{out + at, add_to ? add_to + at : nullptr, w.rows};
-            if (is_quantised(s.type)) {
+            if (w.is_paired) {
+                step.kernels->matmul_pairs(data, count, s.rows - row, in.words() + t * words, words, n, to);
+            } else if (is_quantised(s.type)) {
                 const QuantRows q{in.codes + t * w.cols, in.meta + t * blocks, w.cols};
                 step.kernels->matmul_quant(s.type, data, s.group_bytes, count, s.rows - row, q, n, to, scratch);
             } else {

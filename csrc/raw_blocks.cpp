@@ -38,6 +38,7 @@ RawLayout layout_of(ElementType t) {
         case ElementType::Q4_K: return {256, 144};
         case ElementType::Q5_K: return {256, 176};
         case ElementType::Q6_K: return {256, 210};
+        case ElementType::BF16_PAIRS: break;  // no file holds it
     }
     return {1, 4};
 }

@@ -9,9 +9,9 @@ namespace kvern {
 Runtime::Runtime(int num_threads, const std::string& path)
     : kernels_(select_path(path)), pool_(num_threads) {}
 
-std::unique_ptr<Weight> Runtime::prepare(const std::vector<RawTensor>& tensors, int64_t cols, bool as_float) {
+std::unique_ptr<Weight> Runtime::prepare(const std::vector<RawTensor>& tensors, int64_t cols, WeightForm form) {
     std::lock_guard<std::mutex> hold(mutex_);
-    auto w = std::make_unique<Weight>(tensors, cols, as_float, weight_room_);
+    auto w = std::make_unique<Weight>(tensors, cols, form, weight_room_);
     Counter next;
     pool_.run(w->bytes >= 65536, 0, [&](const Worker&) {
         int64_t begin, end;

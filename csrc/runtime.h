@@ -23,7 +23,7 @@ public:
     const char* path() const { return kernels_->name; }
     int num_threads() const { return pool_.num_threads(); }
 
-    std::unique_ptr<Weight> prepare(const std::vector<RawTensor>& tensors, int64_t cols, bool as_float);
+    std::unique_ptr<Weight> prepare(const std::vector<RawTensor>& tensors, int64_t cols, WeightForm form);
 
     // Runs one operation for `tokens` rows; while recording it also joins the program. `batch` is what
     // the operation reads of a step (or null). Attention returns what a program returns, others 0.

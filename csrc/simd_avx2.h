@@ -383,6 +383,12 @@ static inline I load_pairs(const uint32_t* p) {
     const __m256i* at = reinterpret_cast<const __m256i*>(p);
     return {_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)};
 }
+// The first and the second bf16 of 16 words.
+static inline F f_even_bf16(I x) { return f_bits(i_shl<16>(x)); }
+static inline F f_odd_bf16(I x) {
+    const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+    return f_bits({_mm256_and_si256(x.a, high), _mm256_and_si256(x.b, high)});
+}
 static inline void store_pairs(uint32_t* p, I x) {
     __m256i* at = reinterpret_cast<__m256i*>(p);
     _mm256_storeu_si256(at, x.a);

@@ -235,6 +235,11 @@ static inline I pair_up(const int8_t* x, const int8_t* y) {
 }
 static inline I unpair(I x) { return x; }  // sums of pairs in the order of features
 static inline I load_pairs(const uint32_t* p) { return _mm512_loadu_si512(p); }
+// The first and the second bf16 of 16 words.
+static inline F f_even_bf16(I x) { return f_bits(i_shl<16>(x)); }
+static inline F f_odd_bf16(I x) {
+    return f_bits(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
 static inline void store_pairs(uint32_t* p, I x) { _mm512_storeu_si512(p, x); }
 // acc[f] += words' low half * the first key's feature f + their high half * the second's.
 static inline I i_mac_pairs(I acc, I pairs, I words) { return _mm512_dpwssd_epi32(acc, pairs, words); }

@@ -365,6 +365,13 @@ static inline I pair_up(const int8_t* x, const int8_t* y) {
 }
 static inline I unpair(I x) { return x; }  // sums of pairs in the order of features
 static inline I load_pairs(const uint32_t* p) { return load_bytes<I>(p); }
+// The first and the second bf16 of 16 words.
+static inline F f_even_bf16(I x) {
+    return quarters<F>([](Ints p) { return (Floats)(p << 16); }, x);
+}
+static inline F f_odd_bf16(I x) {
+    return quarters<F>([](Ints p) { return (Floats)(p & static_cast<int32_t>(0xffff0000u)); }, x);
+}
 static inline void store_pairs(uint32_t* p, I x) { store_bytes(p, x); }
 // acc[f] += words' low half * the first key's feature f + their high half * the second's.
 static inline I i_mac_pairs(I acc, I pairs, I words) {

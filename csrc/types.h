@@ -5,7 +5,7 @@
 
 namespace kvern {
 
-enum class ElementType : int { F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K };
+enum class ElementType : int { F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, BF16_PAIRS };
 enum class StreamType : int { FP32, FP16, BF16, INT8 };
 enum class Arithmetic : int { INT8, BF16, FP32 };
 enum class Activation : int { SILU, GELU, GELU_TANH };
@@ -30,6 +30,10 @@ struct QuantRows {
     const BlockMeta* meta;  // [num_rows, cols / kBlock]
     int64_t cols;
 };
+
+// Words, of two neighbouring features in bf16 each, that a row of `cols` features takes: padded with zeros to
+// as many as one step of a tile register takes.
+constexpr int64_t pair_words(int64_t cols) { return (cols + 31) / 32 * 16; }
 
 // Where a product's rows go, and optionally a second place that they are added to (the residual stream).
 struct MatmulOut {
@@ -147,6 +151,10 @@ struct KernelTable {
     void (*matmul_float)(ElementType type, const uint8_t* groups, int64_t group_bytes, int64_t num_groups,
                          int64_t num_rows, const float* x, int64_t cols, int64_t num_tokens, MatmulOut out,
                          uint8_t* scratch);
+    // Rows rounded to bf16: words [rows][pair_words(cols)]. And products of such rows with BF16_PAIRS.
+    void (*round_rows)(const float* x, int64_t cols, int64_t row_begin, int64_t row_end, uint32_t* words);
+    void (*matmul_pairs)(const uint8_t* groups, int64_t num_groups, int64_t num_rows, const uint32_t* x, int64_t words,
+                         int64_t num_tokens, MatmulOut out);
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t cols, int64_t row_begin,
                      int64_t row_end, float* out);
     void (*rotary)(float* x, int64_t token_stride, int heads, int head_stride, const int32_t* positions,

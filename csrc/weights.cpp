@@ -43,12 +43,12 @@ std::shared_ptr<uint8_t> WeightRoom::take(size_t bytes) {
 }
 
 bool is_quantised(ElementType type) {
-    return type != ElementType::F32 && type != ElementType::F16 && type != ElementType::BF16;
+    return type != ElementType::F32 && type != ElementType::F16 && type != ElementType::BF16 && type != ElementType::BF16_PAIRS;
 }
 
 const char* type_name(ElementType type) {
     static const char* const names[] = {"F32",  "F16",  "BF16", "Q8_0", "Q4_0", "Q4_1",
-                                        "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"};
+                                        "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "BF16 pairs"};
     return names[static_cast<int>(type)];
 }
 
@@ -60,6 +60,7 @@ bool is_super(ElementType t) {
 
 int64_t group_bytes_of(ElementType t, int64_t cols) {
     if (t == ElementType::F32) return cols * 64;
+    if (t == ElementType::BF16_PAIRS) return pair_words(cols) * 64;
     if (!is_quantised(t)) return cols * 32;
     return group_bytes(packed_layout(t), cols / kBlock);
 }
@@ -168,24 +169,37 @@ void decode_into_float(const RawTensor& raw, int64_t cols, int64_t first_row, in
     }
 }
 
+void decode_into_pairs(const RawTensor& raw, int64_t cols, int64_t first_row, int lanes, uint8_t* group) {
+    std::vector<float> row(static_cast<size_t>(cols));
+    for (int lane = 0; lane < lanes; ++lane) {
+        decode_raw_row(raw.type, raw.data + (first_row + lane) * raw_row_bytes(raw.type, cols), cols, row.data());
+        for (int64_t k = 0; k < cols; ++k) {
+            const uint16_t h = float_to_bf16(row[static_cast<size_t>(k)]);
+            std::memcpy(group + k / 2 * 64 + 4 * lane + k % 2 * 2, &h, 2);
+        }
+    }
+}
+
 }  // namespace
 
-Weight::Weight(const std::vector<RawTensor>& tensors, int64_t num_cols, bool as_float, WeightRoom& room) : cols(num_cols) {
+Weight::Weight(const std::vector<RawTensor>& tensors, int64_t num_cols, WeightForm form, WeightRoom& room)
+    : cols(num_cols), is_paired(form == WeightForm::PAIRS) {
     for (const RawTensor& raw : tensors) {
         Segment s;
-        s.type = as_float ? ElementType::F32 : raw.type;
+        s.type = is_paired ? ElementType::BF16_PAIRS : form == WeightForm::FLOAT ? ElementType::F32 : raw.type;
         s.first_row = rows;
         s.rows = raw.rows;
         s.groups = (raw.rows + kGroupRows - 1) / kGroupRows;
         s.group_bytes = group_bytes_of(s.type, cols);
-        s.unit_groups = is_quantised(s.type) ? 1 : kPanelGroups;
+        s.unit_groups = is_quantised(s.type) || is_paired ? 1 : kPanelGroups;
         s.first_unit = units;
         s.units = (s.groups + s.unit_groups - 1) / s.unit_groups;
         s.data = room.take(static_cast<size_t>(s.groups * s.group_bytes));
         rows += s.rows;
         units += s.units;
         bytes += static_cast<size_t>(s.groups * s.group_bytes);
-        (is_quantised(s.type) ? has_quantised : has_float) = true;
+        has_quantised = has_quantised || is_quantised(s.type);
+        has_float = has_float || !(is_quantised(s.type) || is_paired);
         segments.push_back(std::move(s));
     }
 }
@@ -209,6 +223,8 @@ void Weight::pack(const std::vector<RawTensor>& tensors, int64_t begin, int64_t 
             const int lanes = static_cast<int>(std::min<int64_t>(s.rows - row, kGroupRows));
             if (is_quantised(s.type)) {
                 pack_quantised(raw, cols, row, lanes, at + g * s.group_bytes);
+            } else if (is_paired) {
+                decode_into_pairs(raw, cols, row, lanes, at + g * s.group_bytes);
             } else if (s.type == raw.type) {
                 pack_float(raw, cols, row, lanes, count, at + g * kGroupRows * (s.type == ElementType::F32 ? 4 : 2));
             } else {
@@ -225,6 +241,15 @@ void Weight::decode_row(int64_t row, float* out) const {
     const int64_t local = row - s.first_row;
     const int lane = static_cast<int>(local % kGroupRows);
     const int64_t g = local / kGroupRows;
+    if (is_paired) {
+        const uint8_t* at = s.data.get() + g * s.group_bytes + 4 * lane;
+        for (int64_t k = 0; k < cols; ++k) {
+            uint16_t h;
+            std::memcpy(&h, at + k / 2 * 64 + k % 2 * 2, 2);
+            out[k] = bf16_to_float(h);
+        }
+        return;
+    }
     if (!is_quantised(s.type)) {
         const int64_t size = s.type == ElementType::F32 ? 4 : 2;
         const int64_t width = s.panel_width(g);

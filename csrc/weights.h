@@ -13,6 +13,7 @@
 //     Q4_1 Q5_1         1 block: 16 fp16, 16 fp16 offsets
 //     Q4_K Q5_K         8 blocks: 16 fp16 d, 16 fp16 dmin, 8 x (16 u8 scales, 16 u8 mins)
 //     Q6_K              8 blocks: 16 fp16 d, 8 x (2 x 16 int8 scales)
+//   BF16_PAIRS          for each two neighbouring features the words of the 16 rows; padded to 32 features
 //   F32, F16, BF16      panels of 4 groups (the last may have fewer): for each feature the values of all
 //                       the panel's rows
 #pragma once
@@ -46,6 +47,9 @@ private:
     size_t used_ = 0, size_ = 0;
 };
 
+// What tensors become: their own bits, float32, or (rounded once more where it must be) pairs of bf16.
+enum class WeightForm : int { STORED, FLOAT, PAIRS };
+
 struct RawTensor {
     ElementType type;
     int64_t rows;
@@ -72,7 +76,7 @@ struct Segment {
 class Weight {
 public:
     // Reserves the packed form of tensors stacked by rows; `pack` fills it.
-    Weight(const std::vector<RawTensor>& tensors, int64_t cols, bool as_float, WeightRoom& room);
+    Weight(const std::vector<RawTensor>& tensors, int64_t cols, WeightForm form, WeightRoom& room);
     Weight(Weight&&) = default;
     Weight(const Weight&) = delete;
 
@@ -85,6 +89,7 @@ public:
     size_t bytes = 0;
     bool has_quantised = false;  // some segment needs int8 activations
     bool has_float = false;
+    bool is_paired = false;      // all of it needs bf16 activations
     std::vector<Segment> segments;
 };
 

@@ -25,8 +25,10 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("element_type", ELEMENT_TYPES)
-@pytest.mark.parametrize("weights_format", ["auto", "fp32"])
+@pytest.mark.parametrize(
+    ("element_type", "weights_format"),
+    [*((t, f) for f in ("auto", "fp32") for t in ELEMENT_TYPES), ("Q6_K", "bf16"), ("F32", "bf16")],
+)
 def test_a_product_row_stands_alone(path: str, element_type: str, weights_format: str) -> None:
     tensor = random_tensor(element_type, 100, 512)
     x = np.random.default_rng(2).standard_normal((512, 512)).astype(np.float32)

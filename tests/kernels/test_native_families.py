@@ -48,6 +48,7 @@ def experts_of(backend: Backend, types: tuple[str, ...], **fields: Any) -> Any:
     gate_up = [random_tensor(types[e % len(types)], wide, HIDDEN, e) for e in range(EXPERTS)]
     down = [random_tensor(types[e % len(types)], HIDDEN, INNER, 50 + e) for e in range(EXPERTS)]
     has_bias = fields.pop("has_bias", False)
+    form = fields.pop("weights_format", "auto")
     biases = [
         [numbers(size, seed=e) if has_bias else None for e in range(EXPERTS)]
         for size in (wide, HIDDEN)
@@ -55,8 +56,8 @@ def experts_of(backend: Backend, types: tuple[str, ...], **fields: Any) -> Any:
     values = {"activation": "silu", **fields}
     return backend.group_experts(
         ExpertParts(
-            [backend.prepare([tensor], "auto") for tensor in gate_up],
-            [backend.prepare([tensor], "auto") for tensor in down],
+            [backend.prepare([tensor], form) for tensor in gate_up],
+            [backend.prepare([tensor], form) for tensor in down],
             *biases,
             **values,
         )
@@ -68,6 +69,7 @@ EXPERT_CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "half": (("BF16",), {"has_bias": True, "activation": "clamped_swiglu"}),
     "quantised": (("Q4_1",), {"has_bias": True}),
     "mixed types": (("Q8_0", "F16", "Q4_0"), {"scales_input": True}),
+    "rounded to bf16": (("Q8_0", "F32"), {"weights_format": "bf16", "has_bias": True}),
     "not gated": (("Q8_0",), {"is_gated": False, "activation": "relu2"}),
 }
 
@@ -88,7 +90,7 @@ def test_experts(name: str, path: str) -> None:
 
     ours, theirs = assert_row_invariant(run, path), run(ReferenceBackend(), slice(None))
     error = np.abs(ours - theirs).max() / np.abs(theirs).max()
-    assert error < (2e-6 if types[0] in ("F32", "BF16") else 0.03)  # int8 activations
+    assert error < (2e-6 if types[0] in ("F32", "BF16") else 0.03)  # int8 (or bf16) activations
 
 
 def test_one_expert_may_take_all_tokens_and_many_tokens_go_in_pieces() -> None:
@@ -142,21 +144,29 @@ def test_routing(name: str, has_biases: bool, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("element_type", ["F32", "BF16", "Q4_0", "Q8_0"])
-def test_products_per_head(element_type: str, path: str) -> None:
+@pytest.mark.parametrize(
+    ("element_type", "weights_format", "limit"),
+    [
+        ("F32", "auto", 2e-6),
+        ("BF16", "auto", 2e-6),
+        ("Q4_0", "auto", 0.02),
+        ("Q8_0", "auto", 0.02),
+        ("Q8_0", "bf16", 0.01),
+    ],
+)
+def test_products_per_head(element_type: str, weights_format: str, limit: float, path: str) -> None:
     heads, rows_out = 5, 40
     x = numbers(TOKENS, heads, 70)[:, :, 2:66]
 
     def run(backend: Backend, rows: slice) -> np.ndarray:
         tensors = [random_tensor(element_type, rows_out, 64, h) for h in range(heads)]
-        group = backend.group_heads([backend.prepare([t], "auto") for t in tensors])
+        group = backend.group_heads([backend.prepare([t], weights_format) for t in tensors])
         wide = np.full((TOKENS, heads, rows_out + 9), np.nan, np.float32)
         backend.matmul_heads(x[rows], group, wide[rows, :, :rows_out])
         assert np.isnan(wide[..., rows_out:]).all()
         return np.ascontiguousarray(wide[rows, :, :rows_out])
 
     ours, theirs = assert_row_invariant(run, path), run(ReferenceBackend(), slice(None))
-    limit = 0.02 if element_type.startswith("Q") else 2e-6
     assert np.abs(ours - theirs).max() < limit * np.abs(theirs).max()
 
 

@@ -32,19 +32,21 @@ class Layer:
 class TinyDecoder:
     """Two layers with sandwich norms in the second; buffers have room for MAX_TOKENS rows."""
 
-    def __init__(self, backend: NativeBackend) -> None:
+    def __init__(self, backend: NativeBackend, weights_format: str = "auto") -> None:
         self.backend = backend
         rng = np.random.default_rng(0)
         width = (HEADS + 2 * KV_HEADS) * DIM
-        self.embedding = backend.prepare([random_tensor("Q8_0", VOCAB, HIDDEN)], "auto")
+        self.embedding = backend.prepare([random_tensor("Q8_0", VOCAB, HIDDEN)], weights_format)
         stream_bytes = KV_HEADS * BLOCK_SIZE * DIM * 2
         self.pages = np.full((NUM_BLOCKS, 4 * stream_bytes), 0xFF, np.uint8)
         self.layers = [
             Layer(
-                backend.prepare([random_tensor("Q4_1", width, HIDDEN, 10 + i)], "auto"),
-                backend.prepare([random_tensor("Q5_0", HIDDEN, HEADS * DIM, 20 + i)], "auto"),
-                backend.prepare([random_tensor("F16", 2 * INNER, HIDDEN, 30 + i)], "auto"),
-                backend.prepare([random_tensor("Q8_0", HIDDEN, INNER, 40 + i)], "auto"),
+                backend.prepare([random_tensor("Q4_1", width, HIDDEN, 10 + i)], weights_format),
+                backend.prepare(
+                    [random_tensor("Q5_0", HIDDEN, HEADS * DIM, 20 + i)], weights_format
+                ),
+                backend.prepare([random_tensor("F16", 2 * INNER, HIDDEN, 30 + i)], weights_format),
+                backend.prepare([random_tensor("Q8_0", HIDDEN, INNER, 40 + i)], weights_format),
                 rng.standard_normal(HIDDEN).astype(np.float32),
                 *(
                     PagedStream(self.pages, (2 * i + part) * stream_bytes, "bf16", KV_HEADS, 8, DIM)
@@ -133,10 +135,14 @@ STEPS = [
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_a_program_repeats_every_step_bit_for_bit(path: str, threads: int) -> None:
+@pytest.mark.parametrize(
+    ("threads", "weights_format"), [(1, "auto"), (2, "auto"), (5, "auto"), (3, "bf16")]
+)
+def test_a_program_repeats_every_step_bit_for_bit(
+    path: str, threads: int, weights_format: str
+) -> None:
     backend = NativeBackend(threads, path)
-    one_by_one, repeated = TinyDecoder(backend), TinyDecoder(backend)
+    one_by_one, repeated = (TinyDecoder(backend, weights_format) for _ in range(2))
     program = repeated.record(*step((0, 3)))
     assert program.num_ops < 20  # 31 calls were recorded
     assert program.max_positions == POSITIONS

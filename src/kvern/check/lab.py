@@ -102,10 +102,12 @@ class Lab:
 
     @property
     def has_quantised_products(self) -> bool:
-        """Whether matrix products round activations (integer dot products on stored weights)."""
+        """Whether matrix products round activations (to int8 for stored codes, or to bf16)."""
         weights = self.llm.model.weights
-        is_integer = weights.backend.name == "native" and weights.weights_format == "auto"
-        return is_integer and weights.is_quantised
+        if weights.backend.name != "native":
+            return False
+        is_integer = weights.weights_format == "auto" and weights.is_quantised
+        return is_integer or weights.weights_format == "bf16"
 
     @property
     def _has_experts(self) -> bool:

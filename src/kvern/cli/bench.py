@@ -101,7 +101,9 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--backend", metavar="NAME", help="auto, native, reference or torch")
     group.add_argument("--block-size", type=int, metavar="N", help="tokens in a block")
     group.add_argument(
-        "--weights-format", metavar="NAME", help="auto, or fp32 to decode the weights"
+        "--weights-format",
+        metavar="NAME",
+        help="auto, fp32 to decode the weights, or bf16 to round them",
     )
     group.add_argument(
         "--max-batched-tokens", type=int, metavar="N", help="tokens of one step at most"

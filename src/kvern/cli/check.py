@@ -58,7 +58,7 @@ def add_parser(subparsers: Any) -> None:
         "--kv-format", metavar="NAME", help="stored form of keys and values (default: bf16)"
     )
     group.add_argument(
-        "--weights-format", metavar="NAME", help="auto (the file's own form) or fp32"
+        "--weights-format", metavar="NAME", help="auto (the file's own form), fp32 or bf16"
     )
     group.add_argument(
         "--block-size", type=int, metavar="N", help="tokens in a block (default: 16)"

@@ -53,7 +53,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--block-size", type=int, metavar="N", help="tokens in a block (default: 16)"
     )
     group.add_argument(
-        "--weights-format", metavar="NAME", help="auto reads the file's own form; fp32 decodes it"
+        "--weights-format",
+        metavar="NAME",
+        help="auto reads the file's own form; fp32 decodes it; bf16 rounds it",
     )
     group.add_argument(
         "--backend", metavar="NAME", help="auto, native, reference or torch (default: auto)"

@@ -8,7 +8,7 @@ from kvern.errors import UsageError
 from kvern.spec.budget import parse_size
 
 BACKENDS = ("auto", "native", "reference", "torch")
-WEIGHTS_FORMATS = ("auto", "fp32")
+WEIGHTS_FORMATS = ("auto", "fp32", "bf16")
 DEFAULT_KV_MEMORY = "256MiB"
 
 
@@ -27,7 +27,9 @@ class EngineSettings:
         max_model_len: longest prompt plus answer; None: the model's own limit.
         backend: ``auto`` takes native where it is built, else reference.
         threads: of the native backend; None: one per core this process may use.
-        weights_format: ``auto`` reads the stored form, ``fp32`` decodes it (exact, slow, larger).
+        weights_format: ``auto`` reads the stored form, ``fp32`` decodes it (exact, slow, larger), ``bf16``
+            rounds it and the activations to bf16: larger than a quantised file's form, and the fast one for
+            prompts on a processor with tile registers (AMX).
         replacement: which cached block is reused first: ``lru``, ``lfu``, ``fifo``, ``slru``, ...
         max_chunk_tokens: tokens of one prompt that one step computes at most; None: no further limit.
         no_cache: recompute everything at every step (to compare; slow).

@@ -50,7 +50,7 @@ ELEMENT_TYPES = (
 
 STREAM_TYPES = ("fp32", "fp16", "bf16", "int8")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-WEIGHTS_FORMATS = ("auto", "fp32")
+WEIGHTS_FORMATS = ("auto", "fp32", "bf16")
 KERNEL_PATHS = ("amx", "avx512", "avx512vnni", "avx2", "portable")
 
 _TYPE_INDEX = {name: index for index, name in enumerate(ELEMENT_TYPES)}
@@ -156,7 +156,9 @@ class NativeBackend(NativeFamilies):
                     f"{tensor.name} has {tensor.cols} columns, {tensors[0].name} has {tensors[0].cols}"
                 )
             parts.append((_TYPE_INDEX[tensor.type], tensor.rows, _aligned_bytes(tensor.data)))
-        weight: Weight = self._runtime.prepare(parts, tensors[0].cols, weights_format == "fp32")
+        weight: Weight = self._runtime.prepare(
+            parts, tensors[0].cols, WEIGHTS_FORMATS.index(weights_format)
+        )
         for tensor in tensors:
             _release_mapping(tensor.data)
         return weight

@@ -149,7 +149,8 @@ class Backend(FamilyOperations, Protocol):
 
         Args:
             tensors: equal ``cols``; element types may differ.
-            weights_format: ``auto`` (the stored form) or ``fp32`` (decoded, float32 arithmetic).
+            weights_format: ``auto`` (the stored form), ``fp32`` (decoded, float32 arithmetic), or ``bf16``
+                (decoded and rounded to bf16, as the activations are, with float32 sums).
         """
         ...
 

@@ -126,7 +126,7 @@ class ReferenceBackend(ReferenceFamilies):
         return cast("np.ndarray[Any, Any]", x)
 
     def prepare(self, tensors: Sequence[HostTensor], weights_format: str) -> Weight:
-        """Decode to float32; ``weights_format`` makes no difference here."""
+        """Decode to float32; ``weights_format`` makes no difference here: nothing is rounded."""
         parts = [dequantize(t.data, t.type, t.rows, t.cols) for t in tensors]
         matrix = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=0)
         return DecodedWeight(self._array(matrix), matrix.shape[0], matrix.shape[1], matrix.nbytes)
