@@ -19,8 +19,8 @@ static void round_rows(const float* x, int64_t cols, int64_t row_begin, int64_t 
         const float* from = x + row * cols;
         uint8_t* to = reinterpret_cast<uint8_t*>(words + row * stride);
         for (int64_t d = 0; d < 2 * stride; d += 16) {
-            const int64_t left = cols - d;
-            store_bf16(to + 2 * d, left >= 16 ? f_load(from + d) : f_load_n(from + (left > 0 ? d : 0), left > 0 ? static_cast<int>(left) : 0));
+            const int left = d < cols ? static_cast<int>(cols - d) : 0;
+            store_bf16(to + 2 * d, left >= 16 ? f_load(from + d) : f_load_n(from + d, left));
         }
     }
 }

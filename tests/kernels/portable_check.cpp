@@ -5,6 +5,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cpu.h"
@@ -140,16 +141,16 @@ void check_products(Runtime& runtime) {
         const auto type = static_cast<ElementType>(t);
         Random random(100 + static_cast<uint64_t>(t));
         const Raw raw = raw_weight(type, rows, cols, random);
-        for (bool as_float : {false, true}) {
-            const auto weight = runtime.prepare({{type, rows, raw.data()}}, cols, as_float);
+        for (const auto& [form, label] : {std::pair{WeightForm::STORED, "/"}, std::pair{WeightForm::FLOAT, " as float/"},
+                                          std::pair{WeightForm::PAIRS, " in bf16/"}}) {
+            const auto weight = runtime.prepare({{type, rows, raw.data()}}, cols, form);
             for (int64_t tokens : {1, 2, 13}) {
                 const Floats x = random.numbers(static_cast<size_t>(tokens * cols), 3.0f);
                 Floats out(static_cast<size_t>(tokens * rows));
                 runtime.run(std::make_unique<MatmulOp>(*weight, x.data(), out.data()), tokens, nullptr, nullptr);
-                report("matmul/" + std::string(type_name(type)) + (as_float ? " as float/" : "/") +
-                           std::to_string(tokens), out);
+                report("matmul/" + std::string(type_name(type)) + label + std::to_string(tokens), out);
             }
-            if (as_float) continue;
+            if (form != WeightForm::STORED) continue;
             const int32_t ids[] = {0, 149, 77};
             Floats out(3 * cols);
             runtime.run(std::make_unique<EmbedOp>(*weight, out.data()), 3, ids, nullptr);

@@ -13,6 +13,7 @@ from kvern.bench.limits import Limits, measure_limits
 from kvern.bench.quality import quality_of
 from kvern.bench.recording import Recorder, Step
 from kvern.engine.outputs import RequestOutput
+from kvern.engine.settings import WEIGHTS_AS
 from kvern.engine.tracking import RequestState
 from kvern.errors import KvernError
 from kvern.spec.budget import format_size
@@ -58,7 +59,7 @@ class Adapter:
             "backend": model.backend.name,
             "kernel_path": model.backend.kernel_path,
             "kv_format": kv_format,
-            "weights": f"{format_size(model.weights.nbytes)}, as stored",
+            "weights": f"{format_size(model.weights.nbytes)}, {WEIGHTS_AS[model.weights.weights_format]}",
             "weight_bytes": model.weights.nbytes,
             "pool_bytes": model.store.nbytes,
         }

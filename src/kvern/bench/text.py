@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvern.engine.settings import WEIGHTS_AS
 from kvern.spec.budget import format_size
 
 NAME_WIDTH = 26
@@ -53,7 +54,8 @@ def _head(document: Document) -> list[str]:
 
 def quality_sentence(quality: Mapping[str, Any]) -> str:
     """How far an engine's logits are from those over float32 keys and values."""
-    weights = "decoded weights" if quality["weights_format"] == "fp32" else "weights as stored"
+    form = quality["weights_format"]
+    weights = "decoded weights" if form == "fp32" else f"weights {WEIGHTS_AS[form]}"
     return (
         f"logits against float32 keys and values, {weights}: mean KL {quality['mean_kl']:.1e} nats (largest "
         f"{quality['max_kl']:.1e}), the same likeliest token at {quality['same_likeliest']:.1%} of "

@@ -9,6 +9,8 @@ from kvern.spec.budget import parse_size
 
 BACKENDS = ("auto", "native", "reference", "torch")
 WEIGHTS_FORMATS = ("auto", "fp32", "bf16")
+WEIGHTS_AS = {"auto": "as stored", "fp32": "decoded to float32", "bf16": "rounded to bf16"}
+"""What each weights format does with a file's weights, for reports."""
 DEFAULT_KV_MEMORY = "256MiB"
 
 
