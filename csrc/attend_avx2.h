@@ -42,7 +42,7 @@ struct Sums {
         "add $" #BYTES ", %[at]\n\tadd $64, %[q]\n\tcmp %[end], %[at]\n\tjl 1b"                              \
         : [a] "=&x"(s.a), [b] "=&x"(s.b), [c] "=&x"(s.c), [d] "=&x"(s.d), [e] "=&x"(s.e), [f] "=&x"(s.f), \
           [g] "=&x"(s.g), [h] "=&x"(s.h), [i] "=&x"(s.i), [j] "=&x"(s.j), [k] "=&x"(s.k), [l] "=&x"(s.l), \
-          [q] "+r"(q), [at] "+r"(at)                                                                      \
+          [q] "+&r"(q), [at] "+&r"(at)                                                                    \
         : [stride] "r"(stride), [k0] "r"(key[0]), [k1] "r"(key[1]), [k2] "r"(key[2]), [k3] "r"(key[3]),   \
           [end] "rm"(groups * BYTES), [high] "m"(kHighHalves)                                             \
         : "xmm12", "xmm13", "xmm14", "xmm15", "memory", "cc")

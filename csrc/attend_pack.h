@@ -26,8 +26,8 @@ static inline int64_t row_bytes_of(StreamType t, int dim) {
 }
 
 // Cache lines that will be needed next. Asking for many at once only fills the processor's queue of
-// misses and stalls it, so they are pulled a few at a time between pieces of arithmetic: evenly over as
-// many steps as the last tile took.
+// misses and stalls it, so they are pulled a few at a time between pieces of arithmetic: about evenly over
+// as many steps as the last tile took, and at its end the few that the ends of runs have left over.
 class Ahead {
 public:
     void clear() { count_ = next_ = lines_ = 0; }

@@ -3,7 +3,7 @@
 //
 //   with bf16 dot products (vdpbf16ps)   acc = acc + w0 x0 + w1 x1, as that instruction rounds
 //   on tile registers (tdpbf16ps)        the same for 16 words at a time, as that one rounds
-//   elsewhere                            acc = fma(w1, x1, fma(w0, x0, acc)) in float32
+//   elsewhere                            acc = acc + w0 x0, then acc + w1 x1, in float32: fused, but for the portable path
 //
 // One token goes the same way as many, so its numbers are theirs.
 #pragma once

@@ -1,7 +1,7 @@
 // Products of bf16 by bf16 on tile registers: 16 weight rows and 32 features of up to 16 tokens at a time. Every
 // token's chain of products is its own, so how many rows a tile has changes nothing; nor do they all go alike: whole
-// tiles two by two, so that each operand is read for two products, and the rest against four groups, so that no
-// product waits for the one before it.
+// tiles two by two, so that each operand is read for two products, and the rest against up to four groups, so that
+// products seldom wait for each other.
 #pragma once
 
 namespace KVERN_PATH {
@@ -107,7 +107,12 @@ static void pair_tiles(const PairJob& job) {
         const TileScope scope(config);
         int64_t g = 0;
         for (; g + 4 <= job.num_groups; g += 4) pairs_16<4>(job, g, t, tokens);
-        for (; g < job.num_groups; ++g) pairs_16<1>(job, g, t, tokens);
+        switch (job.num_groups - g) {
+            case 3: pairs_16<3>(job, g, t, tokens); break;
+            case 2: pairs_16<2>(job, g, t, tokens); break;
+            case 1: pairs_16<1>(job, g, t, tokens); break;
+            default: break;
+        }
     }
 }
 

@@ -16,8 +16,10 @@ struct Recorded {
 using RawTuple = std::tuple<int, int64_t, RawBytes>;  // element type, rows, bytes
 
 std::unique_ptr<Weight> prepare(Handle& h, const std::vector<RawTuple>& parts, int64_t cols, int form) {
+    if (form < 0 || form > static_cast<int>(WeightForm::PAIRS)) fail("weights form ", form, " is not one of 0, 1 and 2");
     std::vector<RawTensor> tensors;
     for (const auto& [type_index, rows, data] : parts) {
+        if (type_index < 0 || type_index >= static_cast<int>(ElementType::BF16_PAIRS)) fail("element type ", type_index, " is not a file's");
         const auto type = static_cast<ElementType>(type_index);
         require(data, "data", 1);
         const int64_t row_bytes = raw_row_bytes(type, cols);

@@ -62,7 +62,7 @@ struct GroupShape {
     int64_t rows, cols;
     int64_t units = 0;         // of the weight that has most
     bool is_quantised = false;  // some need int8 activations
-    bool is_paired = false;     // all need bf16 activations
+    bool is_paired = false;     // some need bf16 activations
 };
 
 // The input of grouped products as the kernels read it: rows of float32, and of int8 with their scales or of bf16.

@@ -38,7 +38,10 @@ size_t GroupInput::bytes(const GroupShape& s, int64_t rows) {
 GroupInput GroupInput::at(uint8_t* data, const GroupShape& s, int64_t rows) {
     GroupInput in{reinterpret_cast<float*>(data), nullptr, nullptr, nullptr};
     data += round_up(rows * s.cols * 4);
-    if (s.is_paired) in.words = reinterpret_cast<uint32_t*>(data);
+    if (s.is_paired) {
+        in.words = reinterpret_cast<uint32_t*>(data);
+        data += rows * pair_words(s.cols) * 4;
+    }
     if (!s.is_quantised) return in;
     in.codes = reinterpret_cast<int8_t*>(data);
     in.meta = reinterpret_cast<BlockMeta*>(data + round_up(rows * s.cols));
@@ -55,7 +58,8 @@ void grouped_product(const Step& step, const Weight& w, const GroupInput& in, Gr
     const int64_t blocks = w.cols / kBlock;
     const int64_t words = pair_words(w.cols);
     const int64_t row_bytes = w.is_paired ? 4 * words : w.cols * (w.has_float ? 4 : 1);
-    const int64_t rows_at_once = std::max<int64_t>(48, kCacheBytes / row_bytes / 12 * 12);
+    const int64_t whole = w.is_paired ? 32 : 12;  // rows that tiles take together
+    const int64_t rows_at_once = std::max<int64_t>(w.is_paired ? 64 : 48, kCacheBytes / row_bytes / whole * whole);
     for (int64_t u = begin; u < end;) {
         const Segment& s = w.segment_of_unit(u);
         const int64_t first = (u - s.first_unit) * s.unit_groups;

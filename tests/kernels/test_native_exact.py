@@ -54,6 +54,23 @@ def test_a_product_row_stands_alone(path: str, element_type: str, weights_format
         assert out.tobytes() == whole.tobytes(), threads
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_a_product_in_bf16_stands_alone_whatever_its_columns(path: str) -> None:
+    """Neither whole pairs nor whole tiles of features; groups of rows left over."""
+    for cols, rows in ((19, 1), (33, 50), (95, 120), (64, 17)):
+        tensor = random_tensor("F32", rows, cols)
+        x = np.random.default_rng(cols).standard_normal((90, cols)).astype(np.float32)
+        whole = np.empty((90, rows), np.float32)
+        NativeBackend(2, path).matmul(x, NativeBackend(2, path).prepare([tensor], "bf16"), whole)
+        for threads in (1, 3):
+            backend = NativeBackend(threads, path)
+            weight = backend.prepare([tensor], "bf16")
+            for start, stop in ((0, 90), (0, 1), (7, 24), (5, 38), (89, 90)):
+                out = np.empty((stop - start, rows), np.float32)
+                backend.matmul(x[start:stop], weight, out)
+                assert out.tobytes() == whole[start:stop].tobytes(), (cols, threads, start)
+
+
 def chunked(backend: NativeBackend, shape: Shape, borders: list[int]) -> np.ndarray:
     """The sequence's rows computed chunk by chunk, each chunk seeing what lies before it."""
     cache = build_cache(backend, dataclasses.replace(shape, q_lengths=shape.lengths))

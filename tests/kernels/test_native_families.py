@@ -48,7 +48,8 @@ def experts_of(backend: Backend, types: tuple[str, ...], **fields: Any) -> Any:
     gate_up = [random_tensor(types[e % len(types)], wide, HIDDEN, e) for e in range(EXPERTS)]
     down = [random_tensor(types[e % len(types)], HIDDEN, INNER, 50 + e) for e in range(EXPERTS)]
     has_bias = fields.pop("has_bias", False)
-    form = fields.pop("weights_format", "auto")
+    forms = fields.pop("weights_format", "auto")
+    forms = (forms,) if isinstance(forms, str) else forms
     biases = [
         [numbers(size, seed=e) if has_bias else None for e in range(EXPERTS)]
         for size in (wide, HIDDEN)
@@ -56,8 +57,8 @@ def experts_of(backend: Backend, types: tuple[str, ...], **fields: Any) -> Any:
     values = {"activation": "silu", **fields}
     return backend.group_experts(
         ExpertParts(
-            [backend.prepare([tensor], form) for tensor in gate_up],
-            [backend.prepare([tensor], form) for tensor in down],
+            [backend.prepare([t], forms[e % len(forms)]) for e, t in enumerate(gate_up)],
+            [backend.prepare([t], forms[e % len(forms)]) for e, t in enumerate(down)],
             *biases,
             **values,
         )
@@ -69,6 +70,7 @@ EXPERT_CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "half": (("BF16",), {"has_bias": True, "activation": "clamped_swiglu"}),
     "quantised": (("Q4_1",), {"has_bias": True}),
     "mixed types": (("Q8_0", "F16", "Q4_0"), {"scales_input": True}),
+    "all forms": (("Q8_0", "F32", "Q8_0"), {"weights_format": ("auto", "fp32", "bf16")}),
     "rounded to bf16": (("Q8_0", "F32"), {"weights_format": "bf16", "has_bias": True}),
     "not gated": (("Q8_0",), {"is_gated": False, "activation": "relu2"}),
 }

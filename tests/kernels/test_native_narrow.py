@@ -121,6 +121,22 @@ def test_long_context(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("limits", ["all", "window", "softcap"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (60, 30, 33), (64, 64, 80)])
+def test_heads_that_meet_a_tile_together_get_what_heads_alone_get(
+    path: str, heads: int, kv_heads: int, dim: int, limits: str
+) -> None:
+    """One thread takes several KV heads of the last token's units at once, a prompt each apart."""
+    params = LIMITS.get(limits, AttendParams(scale=0.125, softcap=4.0))
+    geometry = Geometry(heads, kv_heads, dim, dim, params=params)
+    tokens = Tokens(geometry, 2, 901)
+    one, eight = NativeBackend(1, path), NativeBackend(8, path)
+    together = run_alone(one, geometry, tokens, [900])
+    assert together.tobytes() == run_alone(eight, geometry, tokens, [900]).tobytes()
+    assert together.tobytes() == run_alone(one, geometry, tokens, []).tobytes()
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_large_logits(path: str) -> None:
     geometry = Geometry()
     tokens = Tokens(geometry, 0, 200, magnitude=300.0)

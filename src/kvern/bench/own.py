@@ -54,12 +54,14 @@ class Adapter:
                 **options.get("engine", {}),
             )
         model = self._llm.model
+        rounds = model.backend.name == "native"  # others calculate with decoded weights
+        form = model.weights.weights_format if rounds else "fp32"
         return {
             "version": __version__,
             "backend": model.backend.name,
             "kernel_path": model.backend.kernel_path,
             "kv_format": kv_format,
-            "weights": f"{format_size(model.weights.nbytes)}, {WEIGHTS_AS[model.weights.weights_format]}",
+            "weights": f"{format_size(model.weights.nbytes)} in the file, {WEIGHTS_AS[form]}",
             "weight_bytes": model.weights.nbytes,
             "pool_bytes": model.store.nbytes,
         }

@@ -30,8 +30,8 @@ class EngineSettings:
         backend: ``auto`` takes native where it is built, else reference.
         threads: of the native backend; None: one per core this process may use.
         weights_format: ``auto`` reads the stored form, ``fp32`` decodes it (exact, slow, larger), ``bf16``
-            rounds it and the activations to bf16: larger than a quantised file's form, and the fast one for
-            prompts on a processor with tile registers (AMX).
+            rounds it and the activations to bf16: larger than a quantised file's form, and made for prompts
+            on a processor with tile registers (AMX).
         replacement: which cached block is reused first: ``lru``, ``lfu``, ``fifo``, ``slru``, ...
         max_chunk_tokens: tokens of one prompt that one step computes at most; None: no further limit.
         no_cache: recompute everything at every step (to compare; slow).

@@ -50,7 +50,7 @@ ELEMENT_TYPES = (
 
 STREAM_TYPES = ("fp32", "fp16", "bf16", "int8")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-WEIGHTS_FORMATS = ("auto", "fp32", "bf16")
+WEIGHTS_FORMATS = ("auto", "fp32", "bf16")  # in the extension's order
 KERNEL_PATHS = ("amx", "avx512", "avx512vnni", "avx2", "portable")
 
 _TYPE_INDEX = {name: index for index, name in enumerate(ELEMENT_TYPES)}
