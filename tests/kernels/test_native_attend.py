@@ -116,17 +116,17 @@ def test_long_context_split_over_units(path: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", list(STREAM_DTYPES))
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (60, 30, 33), (64, 64, 80)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (30, 30, 33), (64, 64, 16)])
 def test_heads_that_meet_a_tile_together_get_what_heads_alone_get(
     path: str, dtype: str, heads: int, kv_heads: int, dim: int
 ) -> None:
-    """One thread takes several KV heads of these four units at once, eight take every head apart."""
+    """One thread takes several KV heads of these three units at once, eight take every head apart."""
     for params in (
         AttendParams(scale=0.125),
         AttendParams(scale=0.125, window=300, num_sink_tokens=5),
-        AttendParams(scale=0.125, chunk=700, softcap=5.0),
+        AttendParams(scale=0.125, chunk=600, softcap=5.0),
     ):
-        shape = Shape((1000,), (1,), heads, kv_heads, dim, dim, dtype, params=params)
+        shape = Shape((530,), (1,), heads, kv_heads, dim, dim, dtype, params=params)
         check(path, shape, 1)
         together, apart = (attend(NativeBackend(threads, path), shape) for threads in (1, 8))
         assert together.tobytes() == apart.tobytes()
