@@ -170,12 +170,13 @@ void decode_into_float(const RawTensor& raw, int64_t cols, int64_t first_row, in
 }
 
 void decode_into_pairs(const RawTensor& raw, int64_t cols, int64_t first_row, int lanes, uint8_t* group) {
-    std::vector<float> row(static_cast<size_t>(cols));
+    const auto words = static_cast<size_t>(pair_words(cols));
+    std::vector<float> row(2 * words);  // zeros past its end
     for (int lane = 0; lane < lanes; ++lane) {
         decode_raw_row(raw.type, raw.data + (first_row + lane) * raw_row_bytes(raw.type, cols), cols, row.data());
-        for (int64_t k = 0; k < cols; ++k) {
-            const uint16_t h = float_to_bf16(row[static_cast<size_t>(k)]);
-            std::memcpy(group + k / 2 * 64 + 4 * lane + k % 2 * 2, &h, 2);
+        for (size_t w = 0; w < words; ++w) {
+            const uint32_t word = float_to_bf16(row[2 * w]) | static_cast<uint32_t>(float_to_bf16(row[2 * w + 1])) << 16;
+            std::memcpy(group + 64 * w + 4 * lane, &word, 4);
         }
     }
 }
