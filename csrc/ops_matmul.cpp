@@ -118,9 +118,8 @@ void MatmulOp::tiles(const Step& step, int64_t begin, int64_t end, const Input& 
     const Weight& w = *weight;
     const int64_t blocks = w.cols / kBlock;
     const int64_t words = pair_words(w.cols);
-    const int64_t row_bytes = w.is_paired ? 4 * words : w.cols * (w.has_float ? 4 : 1);
     const int64_t whole = w.is_paired ? 32 : 48;  // tokens that tiles take together
-    const int64_t tokens_at_once = std::max<int64_t>(w.is_paired ? 64 : 48, kCacheBytes / row_bytes / whole * whole);
+    const int64_t tokens_at_once = std::max<int64_t>(w.is_paired ? 64 : 48, kCacheBytes / w.input_row_bytes() / whole * whole);
     for (int64_t u = begin; u < end;) {
         const Segment& s = w.segment_of_unit(u);
         const int64_t first = (u - s.first_unit) * s.unit_groups;

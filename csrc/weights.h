@@ -84,6 +84,8 @@ public:
     void pack(const std::vector<RawTensor>& tensors, int64_t begin, int64_t end);
     void decode_row(int64_t row, float* out) const;
     const Segment& segment_of_unit(int64_t unit) const;
+    // Bytes of one row of activations as the products read it.
+    int64_t input_row_bytes() const { return is_paired ? 4 * pair_words(cols) : cols * (has_float ? 4 : 1); }
 
     int64_t rows = 0, cols = 0, units = 0;
     size_t bytes = 0;
