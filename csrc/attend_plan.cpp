@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kPreferredRows = 96;                   // query rows that share a packed tile
 constexpr int64_t kPartialLimit = int64_t{2} << 20;  // floats of unit partials one call may hold
-constexpr int64_t kTasksPerThread = 4;
+constexpr int64_t kTasksPerThread = 16;
 constexpr int64_t kFewTokens = 4;  // a sequence with more new tokens is bound by arithmetic: it shares nothing
 
 int64_t first_unit(const PlanKey& k, int64_t position) {
@@ -173,8 +173,8 @@ void AttendPlan::split_for(int threads) {
     }
 }
 
-// Runs of units, so that a thread mostly goes on with keys that it has asked for ahead; several per thread, so that
-// all end together.
+// Few units each, so that all threads end together: what a thread takes in a row it joins, and goes on with keys that
+// it has asked for ahead.
 void AttendPlan::list_tasks(int threads) {
     int64_t split_units = 0;
     for (const Piece& p : pieces) split_units += p.first_place < 0 ? 0 : p.unit_end - p.unit_begin;

@@ -44,6 +44,8 @@ struct AttendPlan {
     struct Task {
         size_t piece;
         int64_t unit_begin, unit_end;
+
+        bool joins(const Task& next) const { return next.piece == piece && next.unit_begin == unit_end; }
     };
     struct Merge {
         size_t place;

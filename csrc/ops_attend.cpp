@@ -79,13 +79,18 @@ size_t AttendOp::scratch_bytes(const Step& step) const { return step.kernels->at
 
 void AttendOp::work(const Step& step, int stage, const Claim& claim, const Worker& worker) {
     const AttendPlan& plan = *plan_;
+    if (stage == 1) {
+        for (int64_t i = claim.begin; i < claim.end; ++i) merge_row(*this, step, plan, plan.merges[static_cast<size_t>(i)]);
+        return;
+    }
     int64_t pairs = 0;
-    for (int64_t i = claim.begin; i < claim.end; ++i) {
-        if (stage == 1) {
-            merge_row(*this, step, plan, plan.merges[static_cast<size_t>(i)]);
-            continue;
+    for (int64_t i = claim.begin; i < claim.end;) {
+        AttendPlan::Task task = plan.tasks[static_cast<size_t>(i)];
+        // Units of one piece that follow each other go on without a stop.
+        for (++i; i < claim.end && task.joins(plan.tasks[static_cast<size_t>(i)]); ++i) {
+            task.unit_end = plan.tasks[static_cast<size_t>(i)].unit_end;
         }
-        const AttendItem item = item_of(*this, step, plan, plan.tasks[static_cast<size_t>(i)]);
+        const AttendItem item = item_of(*this, step, plan, task);
         const int64_t n = step.kernels->attend_item(shape, item, worker.scratch);
         if (n < 0) failed_ = true;
         pairs += n;

@@ -106,10 +106,10 @@ void MatmulOp::work(const Step& step, int stage, const Claim& claim, const Worke
     if (stage == 0) return make_rows(step, claim.begin, claim.end, const_cast<float*>(x), in);
     if (claim.is_first && is_made_alone(step)) {
         make_rows(step, 0, step.tokens, in.own, in);
-        // Whoever has the first units leaves the made input for others to read.
-        if (claim.begin == 0 && in.x == in.own) {
-            std::memcpy(const_cast<float*>(x), in.own, static_cast<size_t>(step.tokens * weight->cols) * 4);
-        }
+    }
+    // Whoever has the first units leaves the made input for others to read.
+    if (claim.begin == 0 && in.x == in.own) {
+        std::memcpy(const_cast<float*>(x), in.own, static_cast<size_t>(step.tokens * weight->cols) * 4);
     }
     tiles(step, claim.begin, claim.end, in, is_made_alone(step) ? nullptr : worker.scratch);
 }

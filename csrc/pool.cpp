@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -22,6 +23,7 @@ namespace {
 
 constexpr int kSpins = 1000;         // about 10 to 40 microseconds
 constexpr uint32_t kClosed = 1u << 31;
+constexpr uint32_t kRunsOfShare = 4;  // a run is this part of what is left of a share
 
 std::atomic<uint64_t> fork_generation{0};
 
@@ -200,6 +202,65 @@ void ThreadPool::run(bool is_shared, size_t scratch_bytes, const std::function<v
     s->start.set(s->start.value() + 1);
     job(caller);
     s->close();
+}
+
+void Shares::reset(int64_t total, int64_t least, int threads) {
+    if (shares_.size() != static_cast<size_t>(threads)) shares_ = std::vector<Share>(static_cast<size_t>(threads));
+    const int64_t runs = (total + least - 1) / least;
+    least_ = static_cast<uint32_t>(least);
+    auto border = [&](int64_t i) { return static_cast<uint32_t>(std::min(total, runs * i / threads * least)); };
+    for (int64_t i = 0; i < threads; ++i) {
+        shares_[static_cast<size_t>(i)].range.store(packed({border(i), border(i + 1)}), std::memory_order_relaxed);
+    }
+}
+
+// What is taken first of `left`.
+Shares::Range Shares::run_of(Range left) const {
+    const uint32_t count = left.end - left.begin;
+    const uint32_t part = shares_.size() == 1 ? count : count / kRunsOfShare / least_ * least_;
+    return {left.begin, left.begin + std::min(count, std::max(part, least_))};
+}
+
+bool Shares::take_own(Share& own, Range& run) {
+    uint64_t now = own.range.load(std::memory_order_relaxed);
+    for (;;) {
+        const Range left = unpacked(now);
+        if (left.begin == left.end) return false;
+        run = run_of(left);
+        if (own.range.compare_exchange_weak(now, packed({run.end, left.end}), std::memory_order_relaxed)) return true;
+    }
+}
+
+bool Shares::steal(Range& stolen) {
+    for (;;) {
+        Share* from = nullptr;
+        uint64_t word = 0;
+        Range left{0, 0};
+        for (Share& share : shares_) {
+            const uint64_t now = share.range.load(std::memory_order_relaxed);
+            const Range r = unpacked(now);
+            if (r.end - r.begin > left.end - left.begin) from = &share, word = now, left = r;
+        }
+        if (!from) return false;
+        stolen = {left.begin + (left.end - left.begin) / 2 / least_ * least_, left.end};
+        // Its owner, or another thief, may have been faster: then look again.
+        if (from->range.compare_exchange_strong(word, packed({left.begin, stolen.begin}), std::memory_order_relaxed)) return true;
+    }
+}
+
+bool Shares::take(int id, int64_t& begin, int64_t& end) {
+    Share& own = shares_[static_cast<size_t>(id)];
+    Range run{0, 0};
+    if (!take_own(own, run)) {
+        Range stolen{0, 0};
+        if (!steal(stolen)) return false;
+        // The rest becomes its own share, so that others can take from it in turn: nobody else writes to an empty one.
+        run = run_of(stolen);
+        own.range.store(packed({run.end, stolen.end}), std::memory_order_relaxed);
+    }
+    begin = run.begin;
+    end = run.end;
+    return true;
 }
 
 }  // namespace kvern

@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 namespace kvern {
 
@@ -70,20 +71,34 @@ public:
         return begin < total;
     }
 
-    // Long runs first, shorter ones as the end nears; every border but the last a multiple of `least`.
-    bool take_guided(int64_t total, int threads, int64_t least, int64_t& begin, int64_t& end) {
-        begin = next_.load(std::memory_order_relaxed);
-        do {
-            if (begin >= total) return false;
-            const int64_t share = (total - begin) / (2 * threads) / least * least;
-            end = begin + (share > least ? share : least);
-            if (end > total || threads == 1) end = total;
-        } while (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed));
-        return true;
-    }
-
 private:
     alignas(64) std::atomic<int64_t> next_{0};
+};
+
+// Hands out [0, total) so that each thread goes on where it left off, which memory is read fastest by: a thread takes
+// its own share run by run, long ones first, and when that is used up half of the largest that another has left. Who
+// never comes keeps nothing.
+class Shares {
+public:
+    // Borders of shares and runs are multiples of `least`, but the last. At most 2^31 units.
+    void reset(int64_t total, int64_t least, int threads);
+    bool take(int id, int64_t& begin, int64_t& end);
+
+private:
+    struct Range {
+        uint32_t begin, end;
+    };
+    struct alignas(64) Share {
+        std::atomic<uint64_t> range{0};
+    };
+    static uint64_t packed(Range r) { return static_cast<uint64_t>(r.begin) << 32 | r.end; }
+    static Range unpacked(uint64_t word) { return {static_cast<uint32_t>(word >> 32), static_cast<uint32_t>(word)}; }
+    Range run_of(Range left) const;
+    bool take_own(Share& own, Range& run);
+    bool steal(Range& stolen);
+
+    std::vector<Share> shares_;
+    uint32_t least_ = 1;
 };
 
 }  // namespace kvern

@@ -34,9 +34,8 @@ void Runtime::serve_stages(const Step& step, const Worker& worker) {
         const Stage& stage = stages_[now];
         Progress& progress = progress_[now];
         Claim claim{0, 0, true};
-        while (stage.is_guided
-                   ? progress.next.take_guided(stage.units, step.threads, stage.least, claim.begin, claim.end)
-                   : progress.next.take(stage.units, stage.least, claim.begin, claim.end)) {
+        while (stage.is_guided ? progress.shares.take(worker.id, claim.begin, claim.end)
+                               : progress.next.take(stage.units, stage.least, claim.begin, claim.end)) {
             stage.op->work(step, stage.index, claim, worker);
             claim.is_first = false;
             const int64_t mine = claim.end - claim.begin;
@@ -64,7 +63,11 @@ int64_t Runtime::execute(Step& step, const std::vector<Op*>& ops) {
     while (progress_.size() < stages_.size()) progress_.emplace_back();
     bool is_shared = false;
     for (size_t i = 0; i < stages_.size(); ++i) {
-        progress_[i].next.reset();
+        if (stages_[i].is_guided) {
+            progress_[i].shares.reset(stages_[i].units, stages_[i].least, num_threads());
+        } else {
+            progress_[i].next.reset();
+        }
         progress_[i].done.store(0, std::memory_order_relaxed);
         is_shared = is_shared || !stages_[i].is_serial;
     }

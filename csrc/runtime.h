@@ -65,6 +65,7 @@ private:
     // The stages being run, and which of them is on.
     struct Progress {
         Counter next;
+        Shares shares;  // of guided stages
         alignas(64) std::atomic<int64_t> done{0};
     };
     std::vector<Stage> stages_;

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -166,3 +169,20 @@ def test_a_layer_that_lends_its_cache_has_rows_of_its_own() -> None:
     assert other is not None
     assert not np.shares_memory(lender.rows, other.rows)
     assert store.row_bytes == store.plan.row_bytes(10) == 2 * 480
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads how Linux has mapped the slab")
+def test_a_big_slab_is_private_memory_that_may_have_huge_pages() -> None:
+    """Shared anonymous memory is a file of tmpfs, and most systems give those no huge pages."""
+    pages = PagedStore(plan(num_blocks=20_000)).pages
+    assert pages.nbytes > 4 << 20
+    first = pages.ctypes.data
+    assert first % (2 << 20) == 0
+    for entry in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        begin, end = (int(x, 16) for x in entry.split(" ", 1)[0].split("-"))
+        if begin <= first < end:
+            break
+    assert entry.split()[1] == "rw-p", entry
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        flags = next(line for line in entry.splitlines() if line.startswith("VmFlags"))
+        assert "hg" in flags.split(), entry

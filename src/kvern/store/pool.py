@@ -6,6 +6,7 @@ the slab lie the open pages and row buffers of narrow formats.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Iterable
 
@@ -19,6 +20,7 @@ from kvern.store.codecs import require_stored
 from kvern.store.streams import OpenForm, PagedStream
 
 U8 = npt.NDArray[np.uint8]
+_HUGE_PAGE = 2 << 20  # bytes, of x86 and of ARM with 4 KiB pages
 
 
 class PagedStore:
@@ -143,13 +145,22 @@ class PagedStore:
 
 
 def _zeros(count: int, num_bytes: int) -> U8:
-    """``uint8 [count, num_bytes]`` that takes memory only where it is written."""
-    if not count * num_bytes:
+    """``uint8 [count, num_bytes]`` that takes memory only where it is written.
+
+    The mapping is private and begins where a huge page does: shared anonymous memory is a file of tmpfs, to
+    which most systems give no huge pages.
+    """
+    size = count * num_bytes
+    if not size or not hasattr(mmap, "MAP_ANONYMOUS"):
         return np.zeros((count, num_bytes), np.uint8)
-    memory = mmap.mmap(-1, count * num_bytes)
+    spare = _HUGE_PAGE if size >= _HUGE_PAGE else 0  # address space only
+    memory = mmap.mmap(-1, size + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8).reshape(count, num_bytes)
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    data = np.frombuffer(memory, np.uint8)
+    first = -data.ctypes.data % _HUGE_PAGE if spare else 0
+    return data[first : first + size].reshape(count, num_bytes)
 
 
 def _copy_tokens(
