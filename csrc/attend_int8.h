@@ -42,10 +42,17 @@ struct Int8Form {
                                   Ahead& ahead) {
         for (int j = 0; j < kTile; j += kDotKeys) {
             if (!(seen >> j & 15)) continue;
-            J acc[kDotKeys][R];
             const int8_t* key[kDotKeys];
+            for (int k = 0; k < kDotKeys; ++k) key[k] = reinterpret_cast<const int8_t*>(keys.row[j + k]);
+#ifdef KVERN_WRITTEN_OUT
+            if constexpr (R == 3) {
+                store_scores(score_words_3_by_4(key, q, 2 * static_cast<int64_t>(whole), whole), scores + j);
+                ahead.step();
+                continue;
+            }
+#endif
+            J acc[kDotKeys][R];
             for (int k = 0; k < kDotKeys; ++k) {
-                key[k] = reinterpret_cast<const int8_t*>(keys.row[j + k]);
                 for (int r = 0; r < R; ++r) acc[k][r] = j_zero();
             }
             for (int d = 0; d < whole; d += kWordLanes) {
@@ -139,6 +146,30 @@ struct Int8Form {
         }
     }
 
+#ifdef KVERN_WRITTEN_OUT
+    // 32 features from `at` on, for three rows.
+    static inline void written_out(const TileRows& values, const uint8_t* tile, int padded, int at, int begin, int end,
+                                   const uint32_t* words, const float* alpha, const float* unit, float* out, Ahead& ahead) {
+        WordSums s{};
+        if (tile) {
+            for (int j = begin; j < end; ++j) {
+                const uint8_t* pairs = tile + 4 * (static_cast<int64_t>(j) * padded + at);
+                weigh_words_3_by_2<true>(pairs, pairs, words + j, s);
+            }
+            ahead.step();
+        } else {
+            for (int j = begin; j < end; ++j) {
+                weigh_words_3_by_2<false>(values.row[2 * j] + at, values.row[2 * j + 1] + at, words + j, s);
+                if (j % 4 == 0) ahead.step();
+            }
+        }
+        add_word_sums(s, alpha, unit, out, padded);
+    }
+    static constexpr int value_vectors(int rows) { return rows == 1 ? kScoreVectors : rows == 3 ? 2 : kPairVectors; }
+#else
+    static constexpr int value_vectors(int rows) { return rows == 1 ? kScoreVectors : kPairVectors; }
+#endif
+
     static void weigh(const TileRows& values, const uint8_t* tile, int dim, int num_rows, float* p, const uint64_t* masks,
                       const float* alpha, float* acc, Ahead& ahead) {
         const int padded = padded_to(dim, 16);
@@ -150,9 +181,14 @@ struct Int8Form {
         const uint32_t* pairs = reinterpret_cast<const uint32_t*>(tile);
         in_row_tiles(num_rows, [&](auto rows, int i) {
             constexpr int R = rows.value;
-            constexpr int NV = R > 1 ? kPairVectors : kScoreVectors;
+            constexpr int NV = value_vectors(R);
             float* out = acc + static_cast<int64_t>(i) * padded;
             in_value_tiles<NV>(padded, [&](auto vectors, int v) {
+#ifdef KVERN_WRITTEN_OUT
+                if constexpr (R == 3 && vectors.value == 2) {
+                    return written_out(values, tile, padded, 16 * v, begin, end, words + i * kTile, alpha + i, unit + i, out + 16 * v, ahead);
+                }
+#endif
                 auto tile_of = [&](auto&& pair_at) {
                     value_tile<R, vectors.value>(pair_at, words + i * kTile, padded, begin, end, alpha + i, unit + i,
                                                  out + 16 * v, ahead);

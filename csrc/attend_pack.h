@@ -168,14 +168,7 @@ static inline bool find_rows(const AttendItem& item, const StreamView& s, int he
     const bool is_whole = s.type != StreamType::INT8 || s.dim % kPackAlign == 0;
     return for_each_run(item, s, head, base, need, [&](const uint8_t* src, const uint8_t* scales, int j, int n) {
         const uint8_t** row = rows.row + j;
-        int i = 0;
-        for (; i + 4 <= n; i += 4, src += 4 * row_bytes) {
-            row[i] = src;
-            row[i + 1] = src + row_bytes;
-            row[i + 2] = src + 2 * row_bytes;
-            row[i + 3] = src + 3 * row_bytes;
-        }
-        for (; i < n; ++i, src += row_bytes) row[i] = src;
+        for (int i = 0; i < n; ++i, src += row_bytes) row[i] = src;
         if (s.type != StreamType::INT8) return;
         std::memcpy(rows.scale + j, scales, static_cast<size_t>(n) * 4);
         for (int k = 0; !is_whole && k < n; ++k) row[k] = readable_row(s, row[k], spare);

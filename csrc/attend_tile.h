@@ -40,6 +40,7 @@ static inline void in_value_tiles(int padded, Call&& call) {
 
 #ifdef KVERN_WRITTEN_OUT
 #include "attend_avx2.h"
+#include "attend_avx2_int8.h"
 #endif
 #include "attend_bf16.h"
 #include "attend_float.h"
@@ -147,7 +148,8 @@ static inline float mask_and_max(float* s, uint64_t mask, float c, float m) {
 static void soften(const AttendShape& shape, const ValueForm& form, const RowSet& set, const RowState& row, float* scores,
                    float* alpha, Ahead& ahead) {
     const float cap = shape.params.softcap;
-    alignas(64) float m_old[kRowBlock + 8], m_new[kRowBlock + 8], c[kRowBlock];
+    static_assert(kRowBlock % 8 == 0);
+    alignas(64) float m_old[kRowBlock + 8] = {}, m_new[kRowBlock + 8] = {}, c[kRowBlock];  // whole vectors are read
     set.each([&](int i, int r, int masked) {
         m_old[i] = m_new[i] = row.m[r];
         c[i] = cap > 0.0f ? kLog2e : shape.params.scale * kLog2e * row.q_unit[r];
@@ -158,10 +160,7 @@ static void soften(const AttendShape& shape, const ValueForm& form, const RowSet
     });
     ahead.step();
     const int rows = set.heads * set.count();
-    for (int i = 0; i < rows; i += 16) {
-        const int n = rows - i < 16 ? rows - i : 16;
-        f_store_n(alpha + i, f_exp2(f_sub(f_load_n(m_old + i, n), f_load_n(m_new + i, n))), n);
-    }
+    for (int i = 0; i < rows; i += 16) f_store(alpha + i, f_exp2(f_sub(f_load(m_old + i), f_load(m_new + i))));
     set.each([&](int i, int r, int masked) {
         if (row.masks[masked] == 0) return;
         const float sum = form.exponentiate(scores + i * kTile, c[i], m_new[i]);
