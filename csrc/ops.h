@@ -177,6 +177,21 @@ public:
     std::vector<std::unique_ptr<RowOp>> parts;
 };
 
+// Activations in the forms that products read; null where the weight needs none.
+struct ProductInput {
+    const float* x;
+    const int8_t* codes;
+    const BlockMeta* meta;
+    const uint32_t* words;
+
+    ProductInput from_row(int64_t r, int64_t cols) const;
+};
+
+// Units [begin, end) of the weight's product with the input's first `rows` rows; `scratch` is null or holds
+// matmul_scratch_bytes(cols).
+void multiply_units(const Step& step, const Weight& w, const ProductInput& in, int64_t rows, int64_t begin, int64_t end,
+                    MatmulOut out, uint8_t* scratch);
+
 class MatmulOp final : public Op {
 public:
     MatmulOp(const Weight& w, const float* x, float* out) : Op(OpKind::MATMUL), weight(&w), x(x), out(out) {}
@@ -198,7 +213,6 @@ private:
     struct Input;
     Input input_of(const Step& step, const Worker& worker) const;
     void make_rows(const Step& step, int64_t begin, int64_t end, float* target, const Input& in) const;
-    void tiles(const Step& step, int64_t begin, int64_t end, const Input& in, uint8_t* scratch) const;
 
     std::unique_ptr<NormOp> norm_;
     std::unique_ptr<GateOp> gate_;

@@ -75,12 +75,8 @@ struct GroupInput {
     static size_t bytes(const GroupShape& s, int64_t rows);
     static GroupInput at(uint8_t* data, const GroupShape& s, int64_t rows);
     void quantise(const Step& step, const GroupShape& s, int64_t begin, int64_t end) const;
+    ProductInput from_row(int64_t r, int64_t cols) const { return ProductInput{x, codes, meta, words}.from_row(r, cols); }
 };
-
-// Units [begin, end) of one weight's product with rows [rows.begin, rows.end) of the input; `scratch` holds
-// matmul_scratch_bytes(cols).
-void grouped_product(const Step& step, const Weight& w, const GroupInput& in, GroupRows rows, int64_t begin,
-                     int64_t end, MatmulOut out, uint8_t* scratch);
 
 // out[t, h] = weight_h x[t, h]: the products of latent attention that are one per head.
 class HeadsOp final : public Op {

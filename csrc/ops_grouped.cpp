@@ -10,7 +10,6 @@ namespace kvern {
 namespace {
 
 constexpr int64_t kSmallWork = 32768;       // multiply-adds that are not worth sharing
-constexpr int64_t kCacheBytes = 384 << 10;  // activations that stay in the second-level cache
 constexpr int64_t kBufferBytes = 96 << 20;  // experts take as many tokens at once as fit into this
 
 int64_t round_up(int64_t n) { return (n + 63) / 64 * 64; }
@@ -53,36 +52,6 @@ void GroupInput::quantise(const Step& step, const GroupShape& s, int64_t begin, 
     if (s.is_paired) step.kernels->round_rows(x, s.cols, begin, end, words);
 }
 
-void grouped_product(const Step& step, const Weight& w, const GroupInput& in, GroupRows rows, int64_t begin,
-                     int64_t end, MatmulOut out, uint8_t* scratch) {
-    const int64_t blocks = w.cols / kBlock;
-    const int64_t words = pair_words(w.cols);
-    const int64_t whole = w.is_paired ? 32 : 12;  // rows that tiles take together
-    const int64_t rows_at_once = std::max<int64_t>(w.is_paired ? 64 : 48, kCacheBytes / w.input_row_bytes() / whole * whole);
-    for (int64_t u = begin; u < end;) {
-        const Segment& s = w.segment_of_unit(u);
-        const int64_t first = (u - s.first_unit) * s.unit_groups;
-        const int64_t units = std::min(end, s.first_unit + s.units) - u;
-        const int64_t count = std::min(units * s.unit_groups, s.groups - first);
-        const int64_t row = first * kGroupRows;
-        const uint8_t* data = s.data.get() + first * s.group_bytes;
-        for (int64_t r = rows.begin; r < rows.end; r += rows_at_once) {
-            const int64_t n = std::min(rows_at_once, rows.end - r);
-            const MatmulOut to{out.to + (r - rows.begin) * out.stride + s.first_row + row, nullptr, out.stride};
-            if (w.is_paired) {
-                step.kernels->matmul_pairs(data, count, s.rows - row, in.words + r * words, words, n, to);
-            } else if (is_quantised(s.type)) {
-                const QuantRows q{in.codes + r * w.cols, in.meta + r * blocks, w.cols};
-                step.kernels->matmul_quant(s.type, data, s.group_bytes, count, s.rows - row, q, n, to, scratch);
-            } else {
-                step.kernels->matmul_float(s.type, data, s.group_bytes, count, s.rows - row, in.x + r * w.cols,
-                                           w.cols, n, to, scratch);
-            }
-        }
-        u += units;
-    }
-}
-
 void HeadsOp::plan(Step& step, std::vector<Stage>& stages) {
     const GroupShape shape(weights);
     const auto heads = static_cast<int64_t>(weights.size());
@@ -111,8 +80,8 @@ void HeadsOp::work(const Step& step, int stage, const Claim& claim, const Worker
         const int64_t head = u / shape.units, first = head * shape.units;
         const int64_t next = std::min(claim.end, first + shape.units);
         const Weight& w = *weights[static_cast<size_t>(head)];
-        grouped_product(step, w, in, {head * tokens, (head + 1) * tokens}, u - first, std::min(next - first, w.units),
-                        {out + head * out_head, nullptr, out_token}, worker.scratch);
+        multiply_units(step, w, in.from_row(head * tokens, cols), tokens, u - first, std::min(next - first, w.units),
+                       {out + head * out_head, nullptr, out_token}, worker.scratch);
         u = next;
     }
 }
@@ -248,8 +217,9 @@ void ExpertsOp::products(const Step& step, const Buffers& b, bool is_down, int64
             const GroupRows rows{b.starts[expert], b.starts[expert + 1]};
             float* to = (is_down ? b.results : b.wide) + rows.begin * width;
             const Weight& w = *all[static_cast<size_t>(expert)];
-            grouped_product(step, w, is_down ? b.down : b.up, rows, u - slot * units,
-                            std::min(stop - slot * units, w.units), {to, nullptr, width}, scratch);
+            const ProductInput in = (is_down ? b.down : b.up).from_row(rows.begin, w.cols);
+            multiply_units(step, w, in, rows.end - rows.begin, u - slot * units, std::min(stop - slot * units, w.units),
+                           {to, nullptr, width}, scratch);
         }
         u = stop;
     }

@@ -111,34 +111,42 @@ void MatmulOp::work(const Step& step, int stage, const Claim& claim, const Worke
     if (claim.begin == 0 && in.x == in.own) {
         std::memcpy(const_cast<float*>(x), in.own, static_cast<size_t>(step.tokens * weight->cols) * 4);
     }
-    tiles(step, claim.begin, claim.end, in, is_made_alone(step) ? nullptr : worker.scratch);
+    const ProductInput made{in.x, in.codes, in.meta, weight->is_paired ? in.words() : nullptr};
+    uint8_t* scratch = is_made_alone(step) ? nullptr : worker.scratch;
+    multiply_units(step, *weight, made, step.tokens, claim.begin, claim.end, {out, add_to, weight->rows}, scratch);
 }
 
-void MatmulOp::tiles(const Step& step, int64_t begin, int64_t end, const Input& in, uint8_t* scratch) const {
-    const Weight& w = *weight;
-    const int64_t blocks = w.cols / kBlock;
-    const int64_t words = pair_words(w.cols);
-    const int64_t whole = w.is_paired ? 32 : 48;  // tokens that tiles take together
-    const int64_t tokens_at_once = std::max<int64_t>(w.is_paired ? 64 : 48, kCacheBytes / w.input_row_bytes() / whole * whole);
+ProductInput ProductInput::from_row(int64_t r, int64_t cols) const {
+    ProductInput in = *this;
+    if (in.x) in.x += r * cols;
+    if (in.codes) in.codes += r * cols;
+    if (in.meta) in.meta += r * (cols / kBlock);
+    if (in.words) in.words += r * pair_words(cols);
+    return in;
+}
+
+void multiply_units(const Step& step, const Weight& w, const ProductInput& in, int64_t rows, int64_t begin, int64_t end,
+                    MatmulOut out, uint8_t* scratch) {
+    const int64_t whole = w.is_paired ? 32 : 48;  // rows that tiles take together
+    const int64_t rows_at_once = std::max<int64_t>(w.is_paired ? 64 : 48, kCacheBytes / w.input_row_bytes() / whole * whole);
     for (int64_t u = begin; u < end;) {
         const Segment& s = w.segment_of_unit(u);
         const int64_t first = (u - s.first_unit) * s.unit_groups;
         const int64_t units = std::min(end, s.first_unit + s.units) - u;
         const int64_t count = std::min(units * s.unit_groups, s.groups - first);
-        const int64_t row = first * kGroupRows;
+        const int64_t row = first * kGroupRows, left = s.rows - row;
         const uint8_t* data = s.data.get() + first * s.group_bytes;
-        for (int64_t t = 0; t < step.tokens; t += tokens_at_once) {
-            const int64_t n = std::min(tokens_at_once, step.tokens - t);
-            const int64_t at = t * w.rows + s.first_row + row;
-            const MatmulOut to{out + at, add_to ? add_to + at : nullptr, w.rows};
+        const MatmulOut segment{out.to + s.first_row + row, out.add_to ? out.add_to + s.first_row + row : nullptr, out.stride};
+        for (int64_t r = 0; r < rows; r += rows_at_once) {
+            const int64_t n = std::min(rows_at_once, rows - r);
+            const ProductInput x = in.from_row(r, w.cols);
+            const MatmulOut to = segment.from_token(r);
             if (w.is_paired) {
-                step.kernels->matmul_pairs(data, count, s.rows - row, in.words() + t * words, words, n, to);
+                step.kernels->matmul_pairs(data, count, left, x.words, pair_words(w.cols), n, to);
             } else if (is_quantised(s.type)) {
-                const QuantRows q{in.codes + t * w.cols, in.meta + t * blocks, w.cols};
-                step.kernels->matmul_quant(s.type, data, s.group_bytes, count, s.rows - row, q, n, to, scratch);
+                step.kernels->matmul_quant(s.type, data, s.group_bytes, count, left, {x.codes, x.meta, w.cols}, n, to, scratch);
             } else {
-                step.kernels->matmul_float(s.type, data, s.group_bytes, count, s.rows - row, in.x + t * w.cols,
-                                           w.cols, n, to, scratch);
+                step.kernels->matmul_float(s.type, data, s.group_bytes, count, left, x.x, w.cols, n, to, scratch);
             }
         }
         u += units;
