@@ -8,6 +8,7 @@ The stand-in appends a line to LOG, writes half a wheel, sleeps SECONDS, then de
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -30,6 +31,8 @@ def stand_in_for_pip(index: Path, dest: Path, log: Path, seconds: float) -> None
 
 
 def main() -> None:
+    # A shell that starts the tests in the background has it ignored, by all that they start too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.argv[1] == "--pip":
         index, dest, log, seconds = sys.argv[2:]
         stand_in_for_pip(Path(index), Path(dest), Path(log), float(seconds))
