@@ -8,12 +8,10 @@ namespace KVERN_PATH {
 alignas(32) static const uint32_t kHighHalves[8] = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
                                                     0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
 
-// Twelve registers of sums: four triples of rows, or pairs of registers by row.
-template <class T>
-struct Twelve {
-    T a, b, c, d, e, f, g, h, i, j, k, l;
+// Twelve registers of sums: four triples of rows.
+struct Sums {
+    D a, b, c, d, e, f, g, h, i, j, k, l;
 };
-using Sums = Twelve<D>;
 
 // ymm15 = the first or the second eight of 16 stored features, in the order of lanes that attend_float.h widens to.
 #define KVERN_FIRST_FP32(at, from) "vmovups " #at "(" from "), %%ymm15\n\t"

@@ -4,7 +4,10 @@
 
 namespace KVERN_PATH {
 
-using WordSums = Twelve<J>;
+// Twelve registers of sums: four triples of rows, or two halves of 16 features for each of three rows, twice.
+struct WordSums {
+    J a, b, c, d, e, f, g, h, i, j, k, l;
+};
 
 // Sums of three rows += the words in ymm15 by the rows' words at q.
 #define KVERN_WORDS3(at, x, y, z)                                                                                    \
@@ -62,7 +65,7 @@ static inline void store_scores(const WordSums& s, float* to) {
         : "xmm12", "xmm13", "xmm14", "xmm15")
 
 // Two more keys: 32 features of theirs by the pairs of weights at p, p + kTile and p + 2 kTile. `x` and `y` are the
-// keys' rows, or both the place in a packed tile. Sums are (first and second half of 16 features) by row, twice.
+// keys' rows, or both the place in a packed tile.
 template <bool IS_PACKED>
 static inline void weigh_words_3_by_2(const uint8_t* x, const uint8_t* y, const uint32_t* p, WordSums& s) {
     static_assert(kTile * sizeof(uint32_t) == 256);

@@ -179,7 +179,7 @@ void AttendPlan::list_tasks(int threads) {
     int64_t split_units = 0;
     for (const Piece& p : pieces) split_units += p.first_place < 0 ? 0 : p.unit_end - p.unit_begin;
     const int64_t at_once = std::max<int64_t>(1, split_units / (kTasksPerThread * threads));
-    for (size_t i = pieces.size(); i-- > 0;) {  // long prompts' last pieces, the costliest, go first
+    for (size_t i = pieces.size(); i-- > 0;) {  // long prompts' last pieces, the costliest, go first in a share
         const Piece& p = pieces[i];
         work += (p.unit_end - p.unit_begin) * kUnit * p.rows();
         const int64_t run = p.first_place < 0 ? p.unit_end - p.unit_begin : at_once;

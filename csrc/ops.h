@@ -54,8 +54,8 @@ struct Stage {
     Op* op;
     int index;      // of the operation's stages
     int64_t units;
-    int64_t least;  // units claimed at once, at the end of a guided sequence or always
-    bool is_guided;
+    int64_t least;  // units claimed at once; of a guided stage what claims are multiples of
+    bool is_guided;  // threads have shares of it
     bool is_serial;  // not worth sharing: whoever finishes the stage before does it at once
 };
 

@@ -77,7 +77,7 @@ private:
 
 // Hands out [0, total) so that each thread goes on where it left off, which memory is read fastest by: a thread takes
 // its own share run by run, long ones first, and when that is used up half of the largest that another has left. Who
-// never comes keeps nothing.
+// never comes keeps nothing; who looks for work just while a stolen half changes hands may go away without.
 class Shares {
 public:
     // Borders of shares and runs are multiples of `least`, but the last. At most 2^31 units.

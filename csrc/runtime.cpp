@@ -63,7 +63,7 @@ int64_t Runtime::execute(Step& step, const std::vector<Op*>& ops) {
     while (progress_.size() < stages_.size()) progress_.emplace_back();
     bool is_shared = false;
     for (size_t i = 0; i < stages_.size(); ++i) {
-        if (stages_[i].is_guided) {
+        if (stages_[i].is_guided && !stages_[i].is_serial) {
             progress_[i].shares.reset(stages_[i].units, stages_[i].least, num_threads());
         } else {
             progress_[i].next.reset();

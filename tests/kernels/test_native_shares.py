@@ -29,10 +29,11 @@ def test_every_unit_goes_to_one_thread_whoever_comes(tmp_path: Path) -> None:
     def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
         return subprocess.run([str(c) for c in command], capture_output=True, text=True)
 
-    # Some systems lack the library, and some kernels place memory where it cannot work.
+    # Some systems lack the library, on some it cannot place its memory; a verdict is a line of the program's.
     watched = run(*build, "-fsanitize=thread", *sources, "-o", program)
     done = run(program) if watched.returncode == 0 else watched
-    if watched.returncode != 0 or "unexpected memory mapping" in done.stderr:
+    has_verdict = "right" in done.stdout or "wrong" in done.stdout
+    if not has_verdict and "WARNING: ThreadSanitizer: data race" not in done.stderr:
         plain = run(*build, *sources, "-o", program)
         assert plain.returncode == 0, plain.stderr
         done = run(program)

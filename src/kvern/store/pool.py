@@ -147,8 +147,8 @@ class PagedStore:
 def _zeros(count: int, num_bytes: int) -> U8:
     """``uint8 [count, num_bytes]`` that takes memory only where it is written.
 
-    The mapping is private and begins where a huge page does: shared anonymous memory is a file of tmpfs, to
-    which most systems give no huge pages.
+    The mapping is private: shared anonymous memory is a file of tmpfs, to which most systems give no huge
+    pages. From the size of one on it begins where a huge page does.
     """
     size = count * num_bytes
     if not size or not hasattr(mmap, "MAP_ANONYMOUS"):
