@@ -48,6 +48,31 @@ bool hand_out(kvern::Shares& shares, int64_t total, int64_t least, int threads, 
     return false;
 }
 
+// Threads that start as closely as can be and never pause, `of` of them besides one that never comes and has most units.
+bool meet(kvern::Shares& shares, int64_t total, int of) {
+    shares.reset(total, 1, of + 1);
+    std::vector<std::atomic<int>> taken(static_cast<size_t>(total));
+    std::atomic<int> here{0};
+    auto work = [&](int id) {
+        ++here;
+        for (int i = 0; here.load() < of; ++i) {
+            if (i % 1000 == 999) std::this_thread::yield();
+        }
+        int64_t begin, end;
+        while (shares.take(id, begin, end)) {
+            for (int64_t i = begin; i < end; ++i) taken[static_cast<size_t>(i)].fetch_add(1, std::memory_order_relaxed);
+        }
+    };
+    std::vector<std::thread> others;
+    for (int id = 1; id < of; ++id) others.emplace_back(work, id);
+    work(0);
+    for (std::thread& t : others) t.join();
+    for (const auto& n : taken) {
+        if (n.load() != 1) return std::puts("threads that met in a share: not each unit once"), false;
+    }
+    return true;
+}
+
 // A thread alone in its share goes through it from front to back before it takes from another's.
 bool own_share_comes_first() {
     kvern::Shares shares;
@@ -82,6 +107,8 @@ int main() {
         is_right = hand_out(shares, 64, 1, 4, 4, busy) && is_right;
         most = busy > most ? busy : most;
     }
+    // Three that only ever steal from one share: they meet in it.
+    for (int i = 0; i < 1000; ++i) is_right = meet(shares, 256, 3) && is_right;
     if (most < 2) is_right = false, std::puts("one thread did all the work of 200 rounds: nothing was contended");
     std::puts(is_right ? "right" : "wrong");
     return is_right ? 0 : 1;
