@@ -329,11 +329,12 @@ void check_states(const FamilyKernels& k, StreamType type) {
 void check_pool() {
     ThreadPool pool(kThreads);
     std::vector<int64_t> sums(1000);
+    Shares shares;
     for (int64_t turn = 0; turn < 300; ++turn) {
-        Counter next;
-        pool.run(true, 0, [&](const Worker&) {
+        shares.reset(1000, 8, kThreads);
+        pool.run(true, 0, [&](const Worker& worker) {
             int64_t begin, end;
-            while (next.take_guided(1000, kThreads, 8, begin, end)) {
+            while (shares.take(worker.id, begin, end)) {
                 for (int64_t i = begin; i < end; ++i) sums[static_cast<size_t>(i)] += turn * i;
             }
         });
