@@ -16,9 +16,9 @@ CHECK = Path(__file__).with_name("shares_check.cpp")
 def compiler() -> str:
     """A C++ compiler's name, that of CXX if it is set; without one the test is skipped."""
     for name in [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]:
-        if shutil.which(name):
-            if subprocess.run([name, "--version"], capture_output=True).returncode == 0:
-                return name
+        ask = [name, "--version"]
+        if shutil.which(name) and subprocess.run(ask, capture_output=True).returncode == 0:
+            return name
     pytest.skip("needs a C++ compiler")
 
 
