@@ -48,7 +48,8 @@ bool hand_out(kvern::Shares& shares, int64_t total, int64_t least, int threads, 
     return false;
 }
 
-// Threads that start as closely as can be and never pause, `of` of them besides one that never comes and has most units.
+// Threads that start as closely as can be and never pause, `of` of them beside one that never comes: its share is where
+// they meet when their own are done.
 bool meet(kvern::Shares& shares, int64_t total, int of) {
     shares.reset(total, 1, of + 1);
     std::vector<std::atomic<int>> taken(static_cast<size_t>(total));
@@ -107,7 +108,6 @@ int main() {
         is_right = hand_out(shares, 64, 1, 4, 4, busy) && is_right;
         most = busy > most ? busy : most;
     }
-    // Three that only ever steal from one share: they meet in it.
     for (int i = 0; i < 1000; ++i) is_right = meet(shares, 256, 3) && is_right;
     if (most < 2) is_right = false, std::puts("one thread did all the work of 200 rounds: nothing was contended");
     std::puts(is_right ? "right" : "wrong");
